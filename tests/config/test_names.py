@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwise.config import names, resolve
-from shardwise.config.names import canonical_optimizer, optimizer_model, schedule_model
+from shardwise.config.names import canonical_optimizer, model_of
 from shardwise.config.schema.base import Arguments
 from shardwise.errors import ConfigError
 from shardwise.optim import AdamW, Muon
@@ -96,7 +96,7 @@ def test_every_accepted_optimizer_can_be_built() -> None:
     for name in names.torch_optimizers().keys() - names.UNUSABLE_OPTIMIZERS.keys():
         weight = torch.zeros(2, 2, requires_grad=True)
         assert build_optimizer(name, [weight], {}, device="cpu").param_groups
-        model = optimizer_model(name)
+        model = model_of("optimizer", name)
         assert model is not None and "lr" in model.model_fields
         assert canonical_optimizer(name.lower()) in (name, name.lower())
 
@@ -104,4 +104,4 @@ def test_every_accepted_optimizer_can_be_built() -> None:
 def test_muon_is_ours_in_any_case() -> None:
     assert canonical_optimizer("Muon") == canonical_optimizer("muon") == "muon"
     assert type(build_optimizer("Muon", [torch.zeros(2, 2, requires_grad=True)], {}, device="cpu")) is Muon
-    assert schedule_model("NoSuchSchedule") is None and optimizer_model("NoSuchOptimizer") is None
+    assert model_of("scheduler", "NoSuchSchedule") is None and model_of("optimizer", "NoSuchOptimizer") is None

@@ -139,5 +139,5 @@ def _arguments(section: str, found: Scan) -> dict[str, Key] | None:
         method = canonical_method(kind)
         model = METHODS[method] if method is not None else None
     else:
-        model = names.optimizer_model(kind) if section == "optimizer" else names.schedule_model(kind)
+        model = names.model_of("optimizer" if section == "optimizer" else "scheduler", kind)
     return None if model is None or takes_any_key(model) else keys_of(model)

@@ -104,7 +104,7 @@ def effective(resolution: Resolution) -> dict[str, Any]:
     It is saved with checkpoints: resolved again it gives the same values, also in a version with other defaults. An
     infinity, which JSON lacks, becomes null where null means "never".
     """
-    values = without_secrets(_without_deprecated(resolution.config.model_dump(), Config))
+    values = without_secrets(resolution.config.model_dump())
     steps = values.get("steps_per_print")
     if isinstance(steps, float) and math.isinf(steps):
         values["steps_per_print"] = None
@@ -112,19 +112,6 @@ def effective(resolution: Resolution) -> dict[str, Any]:
     if parameters is not None:
         values["compression"]["params"] = parameters.model_dump()
     return values
-
-
-def _without_deprecated(values: dict[str, Any], model: type[ConfigSection]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    keys = keys_of(model)
-    for name, value in values.items():
-        key = keys.get(name)
-        if key is not None and key.replacement:
-            continue
-        if key is not None and key.kind == "section" and key.child is not None and isinstance(value, dict):
-            value = _without_deprecated(value, key.child)
-        result[name] = value
-    return result
 
 
 def without_secrets(values: Mapping[str, Any], model: type[ConfigSection] = Config) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import create_model
 
@@ -15,6 +15,8 @@ from .schema.schedules import NATIVE_SCHEDULES
 from .schema.tables import table
 from .schema_index import nearest
 from .validate import show
+
+Section = Literal["optimizer", "scheduler"]
 
 ONEBIT_STAGES = {"onebitadam": 1, "onebitlamb": 1, "zerooneadam": 0}
 """Highest ZeRO stage of each optimizer."""
@@ -54,39 +56,23 @@ def _classes(module: Any, base: type) -> dict[str, type]:
     return {name: item for name, item in found.items() if issubclass(item, base) and item is not base}
 
 
-def optimizer_model(name: str) -> type[Arguments] | None:
-    """Return the model of an optimizer's arguments by its configured name, or None if the name is unknown."""
+def model_of(section: Section, name: str) -> type[Arguments] | None:
+    """Return the model of an optimizer's or a schedule's arguments by its configured name, or None if it is unknown."""
+    if section == "scheduler":
+        return NATIVE_SCHEDULES.get(name) or _model_of(torch_schedules().get(name))
     if name.lower() in MUP_OPTIMIZERS:
         return Mup
     return NATIVE_OPTIMIZERS.get(name.lower()) or _model_of(torch_optimizers().get(canonical_optimizer(name)))
 
 
-def schedule_model(name: str) -> type[Arguments] | None:
-    """Return the model of a schedule's arguments by its configured name, or None if the name is unknown."""
-    return NATIVE_SCHEDULES.get(name) or _model_of(torch_schedules().get(name))
-
-
-def unknown_optimizer(name: str) -> str:
-    """Return the message for an unknown optimizer, with the nearest names."""
-    return _unknown(
-        "optimizer",
-        name,
-        {*NATIVE_OPTIMIZERS, *MUP_OPTIMIZERS, *torch_optimizers()} - UNUSABLE_OPTIMIZERS.keys(),
-        "torch.optim",
-    )
-
-
-def unknown_schedule(name: str) -> str:
-    """Return the message for an unknown schedule, with the nearest names."""
-    return _unknown(
-        "schedule",
-        name,
-        {*NATIVE_SCHEDULES, *torch_schedules()} - UNUSABLE_SCHEDULES.keys(),
-        "torch.optim.lr_scheduler",
-    )
-
-
-def _unknown(kind: str, name: str, usable: set[str], module: str) -> str:
+def unknown(section: Section, name: str) -> str:
+    """Return the message for an unknown optimizer or schedule, with the nearest names."""
+    if section == "optimizer":
+        kind, module = "optimizer", "torch.optim"
+        usable = {*NATIVE_OPTIMIZERS, *MUP_OPTIMIZERS, *torch_optimizers()} - UNUSABLE_OPTIMIZERS.keys()
+    else:
+        kind, module = "schedule", "torch.optim.lr_scheduler"
+        usable = {*NATIVE_SCHEDULES, *torch_schedules()} - UNUSABLE_SCHEDULES.keys()
     ordered = sorted(usable, key=lambda item: (item.lower(), item))
     ends = [item for item in ordered if name.lower().endswith(item.lower())]  # FusedAdam, CPUAdam
     close = max(ends, key=len) if ends else nearest(name, ordered)

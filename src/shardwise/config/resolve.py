@@ -21,7 +21,7 @@ from .deepspeed import warning
 from .elasticity import solve_elastic
 from .gradient_compression import check_compression, doubtful_compression
 from .normalize import Scan, scan
-from .optimizer_params import check_optimizer, check_scheduler, settle
+from .optimizer_params import check_params, settle
 from .problems import Note, Problem, dotted, raise_problems
 from .read import read
 from .runtime_facts import Facts
@@ -103,8 +103,8 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         *found.problems,
         *auto_problems,
         *value_problems,
-        *check_optimizer(config, found),
-        *check_scheduler(config, found),
+        *check_params("optimizer", config, found),
+        *check_params("scheduler", config, found),
         *check_compression(config, found),
         *check_combinations(config, found, world_size),
         *check_metrics(config),

@@ -9,7 +9,7 @@ from typing import Any
 
 from .conditions import holds, value_at
 from .integrations import read_by_clients
-from .names import optimizer_model
+from .names import model_of
 from .normalize import Scan
 from .problems import Note, dotted
 from .schema.attention import KEYS
@@ -59,7 +59,7 @@ def without_effect(config: Config, found: Scan, world_size: int = 1) -> tuple[li
 
 
 def _of_optimizer(config: Config, found: Scan) -> list[Note]:
-    model = optimizer_model(config.optimizer.type) if config.optimizer.type is not None else None
+    model = model_of("optimizer", config.optimizer.type) if config.optimizer.type is not None else None
     where = dotted(found.given.get(("optimizer", "params"), ("optimizer", "params")))
     keys = keys_of(model) if model is not None else {}
     given = [(name, value, keys[name].no_effect) for name, value in config.optimizer.params.items() if name in keys]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardwise.config.argument_models import checked
-from shardwise.config.names import canonical_optimizer, optimizer_model, torch_optimizers, unknown_optimizer
+from shardwise.config.names import canonical_optimizer, model_of, torch_optimizers, unknown
 from shardwise.config.schema import optimizers as schema
 from shardwise.config.schema.optimizers import NATIVE_OPTIMIZERS
 from shardwise.errors import ConfigError
@@ -63,9 +63,9 @@ def build(
     """
     params = [group_with_list(entry) for entry in params]
     device = torch.device(device)
-    model = optimizer_model(name)
+    model = model_of("optimizer", name)
     if model is None:
-        raise ConfigError(f"optimizer.type: {unknown_optimizer(name)}")
+        raise ConfigError(f"optimizer.type: {unknown('optimizer', name)}")
     found = checked(model, options, "optimizer.params.{}", name)
     given = {key: getattr(found, key) for key in options}
     if isinstance(found, schema.Mup):

@@ -13,7 +13,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from shardwise.config.argument_models import checked
-from shardwise.config.names import UNUSABLE_SCHEDULES, schedule_model, torch_schedules, unknown_schedule
+from shardwise.config.names import UNUSABLE_SCHEDULES, model_of, torch_schedules, unknown
 from shardwise.errors import ConfigError
 from shardwise.schedules.base import ARGUMENT, StepSchedule
 from shardwise.schedules.cycle import LRRangeTest, OneCycle
@@ -42,9 +42,9 @@ def build(name: str, optimizer: torch.optim.Optimizer, params: Mapping[str, Any]
     """
     if name in UNUSABLE_SCHEDULES:
         raise ConfigError(f"scheduler.type: {name} cannot be built from a configuration: {UNUSABLE_SCHEDULES[name]}")
-    model = schedule_model(name)
+    model = model_of("scheduler", name)
     if model is None:
-        raise ConfigError(f"scheduler.type: {unknown_schedule(name)}")
+        raise ConfigError(f"scheduler.type: {unknown('scheduler', name)}")
     found = checked(model, params, ARGUMENT, name)
     try:
         return _classes()[name](optimizer, **{key: getattr(found, key) for key in params})

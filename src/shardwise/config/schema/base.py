@@ -119,7 +119,9 @@ def key(
         STAGES: list(stages),
     }
     given = {name: value for name, value in extra.items() if value}
-    return Field(default, description=description, json_schema_extra=given or None, **constraints)
+    return Field(
+        default, description=description, json_schema_extra=given or None, exclude=bool(deprecated_for), **constraints
+    )
 
 
 def section(model: Callable[[], ConfigSection], description: str, *, names: tuple[str, ...] = ()) -> Any:
