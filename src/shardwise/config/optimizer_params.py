@@ -38,7 +38,5 @@ def settle(config: Config) -> None:
         model = names.model_of(name, section.type) if section.type is not None else None
         if model is not None:
             found = model.model_validate(section.params)
-            read = {
-                name: getattr(found, name) for name, value in section.params.items() if isinstance(value, int | float)
-            }
-            section.params.update({name: value for name, value in read.items() if isinstance(value, int)})
+            read = {key: getattr(found, key) for key, value in section.params.items() if isinstance(value, int | float)}
+            section.params.update({key: value for key, value in read.items() if isinstance(value, int)})

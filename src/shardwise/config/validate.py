@@ -31,11 +31,7 @@ def validate(found: Scan) -> tuple[Config, list[Note], list[Problem]]:
             config = Config.model_validate(data)
             break
         except ValidationError as error:
-            wrong: dict[Path, Any] = {}
-            for detail in error.errors(include_url=False, include_context=False):
-                wrong.setdefault(_place(detail["loc"]), detail)
-            for path in wrong:
-                key = _key(path)
+            for path, key in dict(_place(detail["loc"]) for detail in error.errors(include_url=False)).items():
                 value = _take(data, path)
                 if path in read_as:
                     value, _ = read_as.pop(path)
@@ -47,9 +43,9 @@ def validate(found: Scan) -> tuple[Config, list[Note], list[Problem]]:
                 problems.append(Problem(dotted(found.given.get(path, path)), message(key, value)))
     notes = []
     for path, (value, meant) in read_as.items():
-        key, where = _key(path), dotted(found.given.get(path, path))
+        where = dotted(found.given.get(path, path))
         if meant is None:
-            notes.append(Note(where, key.default, "null: as if the key were left out"))
+            notes.append(Note(where, _place(path)[1].default, "null: as if the key were left out"))
         else:
             notes.append(Note(where, meant, f"read from {json.dumps(value)}"))
     return config, notes, problems
@@ -80,38 +76,22 @@ def _meant(key: Key, value: Any) -> Any:
     return _NOTHING
 
 
-def _place(loc: tuple[int | str, ...]) -> Path:
-    """Cut pydantic's location at the key, before alternatives of a union or indices of a list."""
+def _place(loc: Path) -> tuple[Path, Key]:
+    """Cut pydantic's location at the key, before alternatives of a union or indices of a list; return it with the key."""
     path: list[int | str] = []
     section: type[ConfigSection] | None = Config
+    key: Key | None = None
     parts = iter(loc)
     for part in parts:
-        key = keys_of(section).get(str(part)) if section is not None else None
-        if key is None:
+        found = keys_of(section).get(str(part)) if section is not None else None
+        if found is None:
             break
+        key, section = found, found.child
         path.append(part)
-        section = key.child
         if key.kind in ("list", "named"):
-            step = next(parts, None)
-            if step is None:
-                break
-            path.append(step)
-    return tuple(path)
-
-
-def _key(path: Path) -> Key:
-    section: type[ConfigSection] = Config
-    key: Key | None = None
-    parts = iter(path)
-    for part in parts:
-        found = keys_of(section).get(part) if isinstance(part, str) else None
-        if found is not None and found.kind == "named":
-            next(parts, None)
-        if found is not None:
-            key = found
-            section = key.child or section
+            path += [step for step in (next(parts, None),) if step is not None]
     assert key is not None
-    return key
+    return tuple(path), key
 
 
 def _take(data: Any, path: Path) -> Any:
