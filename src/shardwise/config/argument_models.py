@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from shardwise.errors import ConfigError
 
-from .problems import LISTED, Problem
+from .problems import LISTED, Problem, another_name
 from .schema.base import AUTO, Arguments
 from .schema.optimizers import CLIPPING
 from .schema.schedules import NATIVE_SCHEDULES
@@ -25,6 +25,7 @@ def check(
     """Return the arguments of class `name` with defaults, or the problems; `at` has {} for an argument's name."""
     keys = keys_of(model)
     wrong: dict[str, Problem] = {}
+    written: dict[str, str] = {}
     for key, value in values.items():
         here = at.format(key)
         if key not in keys and key == "max_grad_norm":
@@ -36,14 +37,15 @@ def check(
             wrong[key] = Problem(here, f"{name} has no such argument; {advice}")
         elif isinstance(value, str) and value == AUTO:
             wrong[key] = Problem(here, '"auto" has to be replaced by a value before this is built')
+        elif (first := written.setdefault(keys[key].name if key in keys else key, key)) != key:
+            wrong[key] = Problem(here, another_name(at.format(first)))
     try:
-        found = model.model_validate({key: value for key, value in values.items() if key not in wrong})
+        found = model.model_validate({name: values[key] for name, key in written.items()})
     except ValidationError as error:
         for detail in error.errors(include_url=False, include_context=False):
-            key = str(detail["loc"][0])
+            key = written.get(str(detail["loc"][0]), str(detail["loc"][0]))
             if key not in {*wrong, *later}:
-                given = key in values
-                text = message(keys[key], values[key]) if given else f"{name} needs this argument; add it"
+                text = message(keys[key], values[key]) if key in values else f"{name} needs this argument; add it"
                 wrong[key] = Problem(at.format(key), text)
         return list(wrong.values())
     unfit = found.contradictions(lambda key: f"`{at.format(key)}`")

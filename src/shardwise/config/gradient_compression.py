@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
-
-from pydantic import ValidationError
 
 from shardwise.errors import ConflictError
 
-from .normalize import Scan
-from .problems import Problem, dotted
-from .schema.base import ConfigSection
+from .argument_models import check, checked
+from .problems import Problem
+from .schema.base import Arguments
 from .schema.gradients import METHODS, DGCOptions, TopKOptions
 from .schema.root import Config
-from .schema_index import advise, keys_of, nearest
-from .validate import message
+from .schema_index import nearest
 
 _SENDING_VALUES = ("topk", "dgc")
+_AT = "compression.params.{}"
 
 
-def method_parameters(config: Config) -> ConfigSection | None:
+def method_parameters(config: Config) -> Arguments | None:
     """Return the parameters of the configured method, defaults filled in, or None if compression is off.
 
     >>> from shardwise.config import resolve
@@ -29,7 +26,7 @@ def method_parameters(config: Config) -> ConfigSection | None:
     TopKOptions(ratio=0.1, start_compressing_after_step=0, use_error_feedback=True)
     """
     name = config.compression.method
-    return None if name is None else METHODS[name].model_validate(_canonical(METHODS[name], config.compression.params))
+    return None if name is None else checked(METHODS[name], config.compression.params, _AT, name)
 
 
 def sends_values(config: Config) -> bool:
@@ -37,7 +34,7 @@ def sends_values(config: Config) -> bool:
     return config.compression.method in _SENDING_VALUES
 
 
-def check_compression(config: Config, found: Scan) -> list[Problem]:
+def check_compression(config: Config) -> list[Problem]:
     """Return the problems of the method's name and parameters, and of keys that contradict it."""
     name, params = config.compression.method, config.compression.params
     if name is None:
@@ -48,7 +45,8 @@ def check_compression(config: Config, found: Scan) -> list[Problem]:
         close = nearest(name, list(METHODS))
         advice = f'did you mean "{close}"?' if close else f"known: {', '.join(METHODS)}"
         return [Problem("compression.type", f"there is no method {name!r} of gradient compression; {advice}")]
-    return [*_parameters(METHODS[name], params, found), *_wire(config, name)]
+    found = check(METHODS[name], params, _AT, name)
+    return [*(found if isinstance(found, list) else ()), *_wire(config, name)]
 
 
 def doubtful_compression(config: Config) -> list[str]:
@@ -60,31 +58,6 @@ def doubtful_compression(config: Config) -> list[str]:
             f"{method.ratio:g} of them are no fewer bytes than the gradient"
         ]
     return []
-
-
-def _canonical(section: type[ConfigSection], params: dict[str, Any]) -> dict[str, Any]:
-    keys = keys_of(section)
-    return {keys[name].name if name in keys else name: value for name, value in params.items()}
-
-
-def _parameters(section: type[ConfigSection], params: dict[str, Any], found: Scan) -> Iterator[Problem]:
-    path = ("compression", "params")
-    keys = keys_of(section)
-    spelled: dict[str, str] = {}
-    for name in params:
-        here = dotted((*path, str(name)))
-        if name not in keys:
-            yield Problem(here, f"unknown key; {advise(section, path, str(name))}")
-        elif keys[name].name in spelled:
-            first = dotted((*path, spelled[keys[name].name]))
-            yield Problem(here, f"this is another name of `{first}`, which is given too; keep one of them")
-        else:
-            spelled[keys[name].name] = name
-    try:
-        section.model_validate({name: params[written] for name, written in spelled.items()})
-    except ValidationError as error:
-        for name in dict.fromkeys(str(detail["loc"][0]) for detail in error.errors(include_url=False)):
-            yield Problem(dotted((*path, spelled[name])), message(keys[name], params[spelled[name]]))
 
 
 def _wire(config: Config, name: str) -> Iterator[Problem]:

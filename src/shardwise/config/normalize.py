@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from .problems import LISTED, Note, Path, Problem, dotted
+from .problems import LISTED, Note, Path, Problem, another_name, dotted
 from .schema.base import AUTO, ConfigSection
 from .schema.root import Config
 from .schema_index import Key, advise, expected, keys_of, lookup, takes_any_key, walk
@@ -120,10 +120,7 @@ def _scan_section(
             continue
         here = (*path, key.name)
         if here in result.given:
-            first = dotted(result.given[here])
-            result.problems.append(
-                Problem(dotted(as_written), f"this is another name of `{first}`, which is given too; keep one of them")
-            )
+            result.problems.append(Problem(dotted(as_written), another_name(dotted(result.given[here]))))
             continue
         result.given[here] = as_written
         if isinstance(value, str) and value == AUTO and key.kind == "value" and not key.takes_auto:

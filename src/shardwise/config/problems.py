@@ -45,6 +45,11 @@ class Problem:
         return f"{path}: {self.message}"
 
 
+def another_name(first: str) -> str:
+    """Return the message for a key that is given under two names, of which `first` was read."""
+    return f"this is another name of `{first}`, which is given too; keep one of them"
+
+
 class Note(NamedTuple):
     """A value that the user did not write, or wrote under another key, and the reason."""
 

@@ -105,7 +105,7 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         *value_problems,
         *check_params("optimizer", config, found),
         *check_params("scheduler", config, found),
-        *check_compression(config, found),
+        *check_compression(config),
         *check_combinations(config, found, world_size),
         *check_metrics(config),
         *check_built(config, found),

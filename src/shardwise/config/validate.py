@@ -77,7 +77,7 @@ def _meant(key: Key, value: Any) -> Any:
 
 
 def _place(loc: Path) -> tuple[Path, Key]:
-    """Cut pydantic's location at the key, before alternatives of a union or indices of a list; return it with the key."""
+    """Return pydantic's location up to its last key, without alternatives of a union, and the key."""
     path: list[int | str] = []
     section: type[ConfigSection] | None = Config
     key: Key | None = None

@@ -48,18 +48,11 @@ class ConfigSection(BaseModel):
         """Yield the contradictions between valid values; `at` returns the path of another key of the section."""
         yield from ()
 
-
-class Arguments(ConfigSection):
-    """Arguments of a class: those under `params` in a configuration, and those of the constructor."""
-
-    @classmethod
-    def called(cls) -> str:
-        """Return the name of the optimizer or schedule that has these arguments."""
-        return cls.__name__.removesuffix("Arguments")
-
     def ordered(self, least: str, most: str, at: At) -> Contradictions:
         """Yield each lower bound above its upper bound; bounds may be lists, one item per parameter group."""
         bounds = (getattr(self, least), getattr(self, most))
+        if None in bounds:
+            return
         lengths = {len(value) for value in bounds if isinstance(value, list)} or {1}
         lows, highs = (value if isinstance(value, list) else [value] * max(lengths) for value in bounds)
         if len(lows) != len(highs):
@@ -69,8 +62,17 @@ class Arguments(ConfigSection):
         for index, (low, high) in enumerate(zip(lows, highs, strict=True)):
             if low > high:
                 where = f" in parameter group {index}" if lengths != {1} else ""
-                yield least, f"{low:g} is above {at(most)} = {high:g}{where}; exchange them", ConflictError
+                yield least, f"is {low}, above {at(most)} = {high}{where}; exchange them", ConflictError
                 return
+
+
+class Arguments(ConfigSection):
+    """Arguments of a class: those under `params` in a configuration, and those of the constructor."""
+
+    @classmethod
+    def called(cls) -> str:
+        """Return the name of the optimizer or schedule that has these arguments."""
+        return cls.__name__.removesuffix("Arguments")
 
 
 Contradictions = Iterator[tuple[str, str, type[ConfigError]]]

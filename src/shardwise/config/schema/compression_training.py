@@ -62,9 +62,7 @@ class WeightQuantizationParams(ConfigSection):
 
     def contradictions(self, at: At) -> Contradictions:
         """Yield bits that would grow."""
-        if self.target_bits > self.start_bits:
-            message = f"is {self.target_bits}, more than {at('start_bits')} = {self.start_bits}; exchange them"
-            yield "target_bits", message, ConflictError
+        yield from self.ordered("target_bits", "start_bits", at)
 
 
 class ActivationQuantizationParams(ConfigSection):

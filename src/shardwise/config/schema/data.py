@@ -41,9 +41,7 @@ class Curriculum(Arguments):
         for name in ("min_difficulty", "max_difficulty", "schedule_type"):
             if getattr(self, name) is None:
                 yield name, "is needed by a curriculum; add it", ConfigError
-        if None not in (self.min_difficulty, self.max_difficulty) and self.min_difficulty > self.max_difficulty:  # type: ignore[operator]
-            message = f"is {self.min_difficulty}, above {at('max_difficulty')} = {self.max_difficulty}; exchange them"
-            yield "min_difficulty", message, ConflictError
+        yield from self.ordered("min_difficulty", "max_difficulty", at)
         needed = {
             "fixed_linear": ("total_curriculum_step", "difficulty_step"),
             "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
@@ -142,9 +140,7 @@ class DynamicBatching(ConfigSection):
         """Yield a missing number of tokens, and bounds that exclude each other."""
         if self.enabled and self.max_tokens is None:
             yield "max_tokens", "is needed by dynamic batching; add it", ConfigError
-        if self.max_batch_size is not None and self.max_batch_size < self.min_batch_size:
-            message = f"is {self.min_batch_size}, above {at('max_batch_size')} = {self.max_batch_size}; exchange them"
-            yield "min_batch_size", message, ConflictError
+        yield from self.ordered("min_batch_size", "max_batch_size", at)
 
 
 @with_unused_keys

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import ConfigSection, Int, key
+from .base import Arguments, ConfigSection, Int, key
 
 _START = "First steps, reduced exactly."
 
 
-class PowerSGDOptions(ConfigSection):
+class PowerSGDOptions(Arguments):
     """`compression.params` of powerSGD (Vogels et al. 2019), with the names of torch's DDP hook."""
 
     matrix_approximation_rank: Int = key(1, "Rank of the approximation of each matrix.", ge=1)
@@ -23,7 +23,7 @@ class PowerSGDOptions(ConfigSection):
     random_seed: Int = key(0, "Seed of the first factors.", ge=0)
 
 
-class TopKOptions(ConfigSection):
+class TopKOptions(Arguments):
     """`compression.params` of topk (Stich et al. 2018): the largest entries, with error feedback."""
 
     ratio: float = key(0.01, "Part of the gradient's entries that is sent.", gt=0, le=1)
@@ -31,7 +31,7 @@ class TopKOptions(ConfigSection):
     use_error_feedback: bool = key(True, "Add what has not been sent to the next gradient.")
 
 
-class DGCOptions(ConfigSection):
+class DGCOptions(Arguments):
     """`compression.params` of dgc: Deep Gradient Compression (Lin et al. 2018), momentum SGD on sparse updates."""
 
     ratio: float = key(0.001, "Part of the entries that is sent, after the warm-up.", gt=0, le=1)
@@ -49,7 +49,7 @@ class DGCOptions(ConfigSection):
     )
 
 
-class Blocks(ConfigSection):
+class Blocks(Arguments):
     """`compression.params` of int8 and int4: integers in blocks with a scale each, as ZeRO++ sends them."""
 
     block_size: Int = key(256, "Values to a scale; even.", ge=2, multiple_of=2)
@@ -63,7 +63,7 @@ class Blocks(ConfigSection):
     quantize_copies: bool = key(False, "At stage 0, send the sums as integers, too.")
 
 
-METHODS: dict[str, type[ConfigSection]] = {
+METHODS: dict[str, type[Arguments]] = {
     "powerSGD": PowerSGDOptions,
     "topk": TopKOptions,
     "dgc": DGCOptions,

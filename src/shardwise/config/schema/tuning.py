@@ -78,13 +78,8 @@ class Autotuning(ConfigSection):
         if self.end_profile_step < least:
             message = f"is {self.end_profile_step}; write {least} or more: step {least} is the first that is measured"
             yield "end_profile_step", message, ConflictError
-        for least_key, most_key in (
-            ("min_train_batch_size", "max_train_batch_size"),
-            ("min_train_micro_batch_size_per_gpu", "max_train_micro_batch_size_per_gpu"),
-        ):
-            low, high = getattr(self, least_key), getattr(self, most_key)
-            if high is not None and low > high:
-                yield least_key, f"is {low}, above {at(most_key)} = {high}; exchange them", ConflictError
+        for name in ("train_batch_size", "train_micro_batch_size_per_gpu"):
+            yield from self.ordered(f"min_{name}", f"max_{name}", at)
         wrong = {name: flag for name, flag in (self.arg_mappings or {}).items() if not isinstance(flag, str)}
         if wrong:
             name, flag = next(iter(wrong.items()))
