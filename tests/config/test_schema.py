@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from shardwise.config import Config, json_schema, resolve
 from shardwise.config.auto import RULES
+from shardwise.config.conditions import holds, value_at
 from shardwise.config.schema import ConfigSection
 from shardwise.config.schema.tables import table
 from shardwise.config.schema_index import keys_of, lookup, takes_any_key, walk
-from shardwise.config.unsupported import IGNORED, UNSUPPORTED, Feature, value_at
+from shardwise.config.unsupported import IGNORED, UNSUPPORTED
 from shardwise.errors import ConfigError, NotBuiltError
 from tests.config.dotted import config_of
 from tests.harness.tables import tables
@@ -57,30 +59,37 @@ def test_replacements_of_deprecated_keys_exist() -> None:
 
 
 def test_tables_name_existing_keys() -> None:
-    config = Config()
+    config, exclusive = Config(), table("exclusive.toml")
     for entry in (*UNSUPPORTED, *IGNORED):
-        assert lookup(entry.path)
-        assert not entry.requests(value_at(config, entry.path)), f"the default of {entry.path} asks for something"
-    for path in (*RULES, *(switch for entry in UNSUPPORTED for switch in entry.within)):
+        assert lookup(entry["path"])
+        assert not holds({**entry, "within": ()}, config), f"the default of {entry['path']} asks for something"
+    rows = [exclusive["conditions"], exclusive["groups"], exclusive["local_sgd"], table("overruled.toml")]
+    switches = [switch for entry in UNSUPPORTED for switch in entry.get("within", ())]
+    pairs = [path for *pair, _ in exclusive["pairs"] for path in pair]
+    for path in (*RULES, *switches, *pairs, *(path for some in rows for path in some)):
         assert lookup(path)
+    for row in (row for some in rows for row in some.values()):
+        for path in (row.get("of", "train_batch_size"), *row.get("within", ()), *row.get("unless", ())):
+            value_at(config, path)  # raises for an unknown name
     for path in table()["hints"]["paths"]:
         with pytest.raises(KeyError):
             lookup(path)
 
 
-@pytest.mark.parametrize("entry", UNSUPPORTED, ids=lambda entry: entry.path)
-def test_asking_for_what_is_not_built_is_refused(entry: Feature) -> None:
-    asked = {entry.path: TABLES["asking"].get(entry.path, True)}
+@pytest.mark.parametrize("entry", UNSUPPORTED, ids=lambda entry: entry["path"])
+def test_asking_for_what_is_not_built_is_refused(entry: dict[str, Any]) -> None:
+    path, within = entry["path"], entry.get("within", ())
+    asked = {path: TABLES["asking"].get(path, True)}
     with pytest.raises(ConfigError) as caught:
-        resolve(config_of(asked | dict.fromkeys(entry.within, True)))
+        resolve(config_of(asked | dict.fromkeys(within, True)))
     refused = {problem.path: problem for problem in caught.value.problems if problem.error is NotBuiltError}
     # It says what is not there and what to do now.
-    assert re.fullmatch(r"this version does not have .+; .{10,}", refused[entry.path].message)
-    for switch in entry.within:
-        assert resolve(config_of(asked | dict.fromkeys(entry.within, True) | {switch: False})).no_effect
+    assert re.fullmatch(r"this version does not have .+; .{10,}", refused[path].message)
+    for switch in within:
+        assert resolve(config_of(asked | dict.fromkeys(within, True) | {switch: False})).no_effect
 
 
-@pytest.mark.parametrize("path", [entry.path for entry in IGNORED])
+@pytest.mark.parametrize("path", [entry["path"] for entry in IGNORED])
 def test_what_changes_only_the_output_is_accepted_with_a_warning(path: str) -> None:
     (warning,) = resolve(config_of({path: TABLES["asking"].get(path, True)})).warnings
     assert warning.startswith(f"{path}: accepted, and changes nothing: ")
