@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from shardwise.config import Config, json_schema, resolve
-from shardwise.config.auto import RULES
+from shardwise.config.auto import FROM_FACTS, SIZED
 from shardwise.config.conditions import holds, value_at
 from shardwise.config.schema import ConfigSection
 from shardwise.config.schema.tables import table
@@ -66,7 +66,7 @@ def test_tables_name_existing_keys() -> None:
     rows = [exclusive["conditions"], exclusive["groups"], exclusive["local_sgd"], table("overruled.toml")]
     switches = [switch for entry in UNSUPPORTED for switch in entry.get("within", ())]
     pairs = [path for *pair, _ in exclusive["pairs"] for path in pair]
-    for path in (*RULES, *switches, *pairs, *(path for some in rows for path in some)):
+    for path in (*FROM_FACTS, *SIZED, *switches, *pairs, *(path for some in rows for path in some)):
         assert lookup(path)
     for row in (row for some in rows for row in some.values()):
         for path in (row.get("of", "train_batch_size"), *row.get("within", ()), *row.get("unless", ())):

@@ -7,9 +7,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from shardwise.errors import ConfigError
-
-from .problems import LISTED, Problem, another_name
+from .problems import LISTED, Problem, another_name, error_of
 from .schema.base import AUTO, Arguments
 from .schema.optimizers import CLIPPING
 from .schema.schedules import NATIVE_SCHEDULES
@@ -78,10 +76,7 @@ def checked(model: type[Model], values: Mapping[str, Any], at: str = "", name: s
     found = check(model, values, at or f"{name}({{}}=...)", name)
     if not isinstance(found, list):
         return found
-    classes = {problem.error for problem in found}
-    error = (classes.pop() if len(classes) == 1 else ConfigError)("\n".join(map(str, found)))
-    error.problems = tuple(found)
-    raise error
+    raise error_of(found, "\n".join(map(str, found)))
 
 
 def called(model: type[Model], given: Mapping[str, Any], at: str = "", name: str = "") -> Model:

@@ -6,7 +6,6 @@ the value, else it is the default; a required value without facts is an error th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from . import names
@@ -17,41 +16,19 @@ from .schema.base import AUTO, ConfigSection
 from .schema.gradients import METHODS, canonical_method
 from .schema_index import Key, keys_of, takes_any_key
 
-Choice = tuple[Any, str] | None
 _STAGE = ("zero_optimization", "stage")
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def _precision(name: str) -> Callable[[Facts], Choice]:
-    def choose(facts: Facts) -> Choice:
-        if facts.precision is None:
-            return None
-        return facts.precision == name, f"the caller trains in {facts.precision}"
-
-    return choose
-
-
-def _clipping(facts: Facts) -> Choice:
-    return None if facts.max_grad_norm is None else (facts.max_grad_norm, "the caller's max_grad_norm")
-
-
-RULES: dict[str, Callable[[Facts], Choice]] = {
-    "gradient_clipping": _clipping,
-    "fp16.enabled": _precision("fp16"),
-    "bf16.enabled": _precision("bf16"),
-}
+FROM_FACTS = ("gradient_clipping", "fp16.enabled", "bf16.enabled")
 """Keys with a value from facts; other keys take their default."""
 
-_SIZED = "units have the size of the model's blocks; no number is needed"
-REASONS: dict[str, str] = dict.fromkeys(
-    (
-        "zero_optimization.reduce_bucket_size",
-        "zero_optimization.allgather_bucket_size",
-        "zero_optimization.stage3_prefetch_bucket_size",
-        "zero_optimization.stage3_param_persistence_threshold",
-        "zero_optimization.stage3_max_live_parameters",
-    ),
-    _SIZED,
+SIZED = (
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.allgather_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.stage3_max_live_parameters",
 )
 """Keys with a better default than a number from the width (trainers use hidden_size^2, less than a block)."""
 
@@ -87,12 +64,14 @@ def resolve_autos(found: Scan, facts: Facts) -> tuple[list[Note], list[Problem]]
 
 
 def _value(path: Path, key: Key, facts: Facts) -> _Chosen:
-    rule = RULES.get(dotted(path))
-    choice = rule(facts) if rule is not None else None
-    if choice is not None:
-        return _Chosen(*choice)
-    unknown = "the default; the caller gave no value" if rule is not None else "the default"
-    reason = REASONS.get(dotted(path), unknown)
+    name = dotted(path)
+    if name == "gradient_clipping" and facts.max_grad_norm is not None:
+        return _Chosen(facts.max_grad_norm, "the caller's max_grad_norm")
+    if name in FROM_FACTS and path[0] != name and facts.precision is not None:
+        return _Chosen(facts.precision == path[0], f"the caller trains in {facts.precision}")
+    reason = "the default; the caller gave no value" if name in FROM_FACTS else "the default"
+    if name in SIZED:
+        reason = "units have the size of the model's blocks; no number is needed"
     # Not written, because a number would look like the user's choice.
     return _Chosen(key.default, reason, write=False)
 

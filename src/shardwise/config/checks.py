@@ -99,14 +99,6 @@ def _precision(config: Config, found: Scan) -> Iterator[Problem]:
         if cast.dtype == "fp16" and config.fp16.auto_cast:
             message = "casts inputs of fp16 models; `torch_autocast` casts by itself, so remove this key"
             yield Problem("fp16.auto_cast", message, ConflictError)
-        if config.amp.enabled:
-            message = "and `amp.enabled` are both true; keep `torch_autocast`, which needs nothing but torch"
-            yield Problem("torch_autocast.enabled", message, ConflictError)
-    if config.amp.enabled and (config.fp16.enabled or config.bf16.enabled or config.zero_optimization.stage):
-        message = (
-            f"cannot be combined with `fp16.enabled`, `{bf16}` and `zero_optimization.stage` above 0; keep one of them"
-        )
-        yield Problem("amp.enabled", message, ConflictError)
 
 
 def _of_sections(section: ConfigSection, path: tuple[str, ...] = ()) -> Iterator[Problem]:

@@ -61,17 +61,17 @@ class Note(NamedTuple):
 def raise_problems(problems: Iterable[Problem], origin: str) -> None:
     """Raise one error that lists the problems, of their class if they agree, otherwise `ConfigError`."""
     found = list(dict.fromkeys(problems))
-    if not found:
-        return
-    classes = {problem.error for problem in found}
-    error = classes.pop() if len(classes) == 1 else ConfigError
     if len(found) == 1:
-        text = f"in {origin}: {found[0]}"
-    else:
+        raise error_of(found, f"in {origin}: {found[0]}")
+    if found:
         lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(found[:LISTED], 1))
-        if len(found) > LISTED:
-            lines += f"\n  and {len(found) - LISTED} more"
-        text = f"{len(found)} problems in {origin}:\n{lines}"
-    raised = error(text)
-    raised.problems = tuple(found)
-    raise raised
+        more = f"\n  and {len(found) - LISTED} more" if len(found) > LISTED else ""
+        raise error_of(found, f"{len(found)} problems in {origin}:\n{lines}{more}")
+
+
+def error_of(problems: list[Problem], text: str) -> ConfigError:
+    """Return an error with these problems, of their class if they agree, otherwise `ConfigError`."""
+    classes = {problem.error for problem in problems}
+    error = (classes.pop() if len(classes) == 1 else ConfigError)(text)
+    error.problems = tuple(problems)
+    return error

@@ -8,32 +8,17 @@ from shardwise.errors import ConfigError, ConflictError
 
 from .base import At, ConfigSection, Contradictions, Int, Ints, key
 
-_BLOCKS = ("block",)
-_HEADS = (*_BLOCKS, "different_layout_per_head")
-_GLOBAL = ("global_block_indices", "global_block_end_indices")
-
-KEYS: dict[str, tuple[str, ...]] = {
-    "dense": _HEADS,
-    "fixed": (
-        *_HEADS,
-        "num_local_blocks",
-        "num_global_blocks",
-        "attention",
-        "horizontal_global_attention",
-        "num_different_global_patterns",
-    ),
-    "variable": (
-        *_HEADS,
-        "num_random_blocks",
-        "local_window_blocks",
-        *_GLOBAL,
-        "attention",
-        "horizontal_global_attention",
-        "seed",
-    ),
-    "bigbird": (*_HEADS, "num_random_blocks", "num_sliding_window_blocks", "num_global_blocks", "attention", "seed"),
-    "bslongformer": (*_HEADS, "num_sliding_window_blocks", *_GLOBAL, "attention"),
-    "local_sliding_window": (*_BLOCKS, "num_sliding_window_blocks", "attention"),
+_HEADS = "block different_layout_per_head"
+_RANGES = "global_block_indices global_block_end_indices"
+_WINDOW = "num_sliding_window_blocks"
+_ALL_WAYS = "attention horizontal_global_attention"
+KEYS: dict[str, list[str]] = {
+    "dense": _HEADS.split(),
+    "fixed": f"{_HEADS} num_local_blocks num_global_blocks {_ALL_WAYS} num_different_global_patterns".split(),
+    "variable": f"{_HEADS} num_random_blocks local_window_blocks {_RANGES} {_ALL_WAYS} seed".split(),
+    "bigbird": f"{_HEADS} num_random_blocks {_WINDOW} num_global_blocks attention seed".split(),
+    "bslongformer": f"{_HEADS} {_WINDOW} {_RANGES} attention".split(),
+    "local_sliding_window": f"block {_WINDOW} attention".split(),
 }
 """Keys of each mode, which are the arguments of its class in `shardwise.attention`."""
 
