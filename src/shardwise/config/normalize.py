@@ -135,25 +135,19 @@ def _scan_section(
 def _scan_value(value: Any, key: Key, path: Path, spelled: Path, result: Scan) -> Any:
     if key.kind == "section" and key.child is not None and isinstance(value, dict):
         return _scan_section(value, key.child, path, spelled, result)
-    if key.kind == "list" and key.child is not None and isinstance(value, list | tuple):
-        return [
-            _scan_section(item, key.child, (*path, index), (*spelled, index), result)
-            if isinstance(item, dict)
-            else item
-            for index, item in enumerate(value)
-        ]
-    if key.kind == "named" and key.child is not None and isinstance(value, dict):
-        places = {(*path, name): (*spelled, name) for name in value}
-        result.given |= places
-        return {
-            name: _scan_section(item, key.child, (*path, name), (*spelled, name), result)
-            if isinstance(item, dict)
-            else item
-            for name, item in value.items()
-        }
+    if key.kind == "list" and isinstance(value, list | tuple):
+        return [_scan_item(item, key, (*path, at), (*spelled, at), result) for at, item in enumerate(value)]
+    if key.kind == "named" and isinstance(value, dict):
+        result.given |= {(*path, name): (*spelled, name) for name in value}
+        return {name: _scan_item(item, key, (*path, name), (*spelled, name), result) for name, item in value.items()}
     if key.kind == "free" and isinstance(value, dict):
         return _scan_free(value, path, spelled, result)
     return value
+
+
+def _scan_item(item: Any, key: Key, path: Path, spelled: Path, result: Scan) -> Any:
+    assert key.child is not None
+    return _scan_section(item, key.child, path, spelled, result) if isinstance(item, dict) else item
 
 
 def _scan_free(value: dict[Any, Any], path: Path, spelled: Path, result: Scan) -> dict[Any, Any]:

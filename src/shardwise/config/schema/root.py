@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
+from . import observe
 from .attention import SparseAttention
 from .base import ConfigSection, DType, ExactInt, Int, LogLevel, Size, StepCount, key, section
 from .checkpoint import CheckpointOptions
@@ -14,21 +15,6 @@ from .elasticity import Elasticity
 from .gradients import Compression
 from .inference import HybridEngine
 from .local import LocalSGD, UnequalBatches
-from .observe import (
-    AnomalyWatch,
-    Comet,
-    CommsLoggerOptions,
-    CSVMonitor,
-    FlopsProfiler,
-    JSONLMonitor,
-    MLflow,
-    Progress,
-    RunLog,
-    TensorBoard,
-    Timeline,
-    Timers,
-    WandB,
-)
 from .offload import AIO, ActivationOffload, MemoryLimits
 from .optimizers import Optimizer
 from .parallel import ActivationCheckpointing, ExpertParallel, Pipeline, TensorParallel
@@ -94,7 +80,9 @@ class Config(ConfigSection):
         "stop before the update; rewind to the copy in memory (`checkpoint.memory_copies`); do not look. "
         "bf16.check_grad_overflow true is skip.",
     )
-    anomaly_watch: AnomalyWatch = section(AnomalyWatch, "Loss spikes, gradient norms, and where values become NaN.")
+    anomaly_watch: observe.AnomalyWatch = section(
+        observe.AnomalyWatch, "Loss spikes, gradient norms, and where values become NaN."
+    )
 
     communication_data_type: DType | None = key(None, "Type of gradients on the wire; null: the model's type.")
     prescale_gradients: bool = key(False, "Divide gradients before summing over ranks rather than after.")
@@ -120,7 +108,7 @@ class Config(ConfigSection):
         None, "Old top-level name.", deprecated_for="zero_optimization.allgather_bucket_size", gt=0
     )
     graph_harvesting: bool = key(False, "Record small kernels of the optimizer as CUDA graphs.")
-    comms_logger: CommsLoggerOptions = section(CommsLoggerOptions, "Recording of collectives.")
+    comms_logger: observe.CommsLoggerOptions = section(observe.CommsLoggerOptions, "Recording of collectives.")
     compression: Compression = section(Compression, "Lossy compression of gradients.")
     local_sgd: LocalSGD = section(LocalSGD, "Replicas that train on their own between exchanges (DiLoCo).")
     unequal_batches: UnequalBatches = section(UnequalBatches, "Parts of a batch by the speed of ranks.")
@@ -183,17 +171,19 @@ class Config(ConfigSection):
     )
     dump_state: bool = key(False, "Log the effective configuration, with all defaults (rank 0).")
     log_level: LogLevel | None = key(None, "Level of the library's logger; null: as it is.")
-    timers: Timers = section(Timers, "Timers.")
-    flops_profiler: FlopsProfiler = section(FlopsProfiler, "Floating-point operations.")
-    timeline: Timeline = section(Timeline, "A trace of some steps.")
-    tensorboard: TensorBoard = section(TensorBoard, "TensorBoard.")
-    wandb: WandB = section(WandB, "Weights & Biases.")
-    csv_monitor: CSVMonitor = section(CSVMonitor, "CSV files.")
-    comet: Comet = section(Comet, "Comet.")
-    mlflow: MLflow = section(MLflow, "MLflow.")
-    jsonl_monitor: JSONLMonitor = section(JSONLMonitor, "JSON lines.")
-    run_log: RunLog = section(RunLog, "What a run does, step by step, in files that `shardwise report` draws.")
-    progress: Progress = section(Progress, "How far training is.")
+    timers: observe.Timers = section(observe.Timers, "Timers.")
+    flops_profiler: observe.FlopsProfiler = section(observe.FlopsProfiler, "Floating-point operations.")
+    timeline: observe.Timeline = section(observe.Timeline, "A trace of some steps.")
+    tensorboard: observe.TensorBoard = section(observe.TensorBoard, "TensorBoard.")
+    wandb: observe.WandB = section(observe.WandB, "Weights & Biases.")
+    csv_monitor: observe.CSVMonitor = section(observe.CSVMonitor, "CSV files.")
+    comet: observe.Comet = section(observe.Comet, "Comet.")
+    mlflow: observe.MLflow = section(observe.MLflow, "MLflow.")
+    jsonl_monitor: observe.JSONLMonitor = section(observe.JSONLMonitor, "JSON lines.")
+    run_log: observe.RunLog = section(
+        observe.RunLog, "What a run does, step by step, in files that `shardwise report` draws."
+    )
+    progress: observe.Progress = section(observe.Progress, "How far training is.")
 
     checkpoint: CheckpointOptions = section(CheckpointOptions, "Saved state.")
     nebula: Annotated[Any, NotBuilt("nebula")] = not_built("nebula")
