@@ -31,4 +31,4 @@ def test_what_is_called_missing_is_refused(page: str) -> None:
         "eigenvalues": "eigenvalue.enabled",
     }
     for words, key in keys.items():
-        assert words in text and any(entry.path == key for entry in UNSUPPORTED), words
+        assert words in text and any(entry["path"] == key for entry in UNSUPPORTED), words
