@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 
-from shardwise.comm import environment
 from shardwise.comm.environment import RankPlace, discover
 from shardwise.errors import LaunchError
 from tests.harness.tables import tables
@@ -14,10 +11,6 @@ from tests.harness.tables import tables
 TABLES = tables(__file__)
 
 TORCHRUN, OMPI, SLURM = (TABLES[name] for name in ("torchrun", "ompi", "slurm"))
-
-
-def test_doctests() -> None:
-    assert doctest.testmod(environment).failed == 0
 
 
 def test_torchrun() -> None:

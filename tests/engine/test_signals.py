@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import doctest
 import os
 import signal
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch.distributed as dist
 
-from shardwise.checkpoint import Checkpoint, listing, transfer
+from shardwise.checkpoint import Checkpoint
 from shardwise.checkpoint.listing import CheckpointDirectory
-from shardwise.engine import (
-    checkpointing,
-    engine,
-    faults,
-    interchange,
-    memory,
-    signals,
-    state_getters,
-    states,
-    timelines,
-)
 from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
 from tests.checkpoint.job import Run, config, differences
 from tests.harness import run_ranks, thorough
@@ -138,11 +125,3 @@ def failing_and_mistaken(root: str) -> None:
 
 def test_failures_and_mistakes(tmp_path: Path) -> None:
     run_ranks(failing_and_mistaken, 2, str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    "module",
-    [engine, checkpointing, interchange, faults, memory, states, state_getters, timelines, signals, listing, transfer],
-)
-def test_the_examples_in_the_reference_run(module: ModuleType) -> None:
-    assert doctest.testmod(module).failed == 0

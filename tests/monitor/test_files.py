@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import doctest
 import json
 import math
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from shardwise.errors import UsageError
-from shardwise.monitor import Event, Monitor, monitor, pending
+from shardwise.monitor import Event, Monitor
 from shardwise.monitor.files import CSVFiles, JSONLines, append
 from shardwise.monitor.pending import Pending
 
@@ -31,11 +30,6 @@ def events(*found: tuple[str, float, int]) -> list[Event]:
 def rows(path: Path) -> list[list[str]]:
     with open(path, newline="", encoding="utf-8") as file:
         return list(csv.reader(file))
-
-
-@pytest.mark.parametrize("module", [monitor, pending])
-def test_examples_of_docstrings(module: Any) -> None:
-    assert doctest.testmod(module).failed == 0
 
 
 def test_csv_has_a_file_for_each_name_and_is_appended_to(tmp_path: Path) -> None:

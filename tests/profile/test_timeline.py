@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -331,11 +329,3 @@ def test_a_recording_ends_after_all_streams(monkeypatch: pytest.MonkeyPatch) -> 
     recorder.finish()
     found = recorder.events(0, "host", Clock(), None)
     assert [event["name"] for event in found if event.get("cat") == "compute"] == ["forward a"]
-
-
-@pytest.mark.parametrize(
-    "name", ["comm.clocks", "comm.stragglers", "device.ranges", "profile.timeline", "profile.trace", "profile.words"]
-)
-def test_doctests(name: str) -> None:
-    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    assert doctest.testmod(importlib.import_module(f"shardwise.{name}"), optionflags=options).failed == 0
