@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from shardwise.checkpoint import Manifest, Slice, StoredTensor
 from shardwise.checkpoint import save as module
@@ -55,9 +54,23 @@ def start(node: str, settings: dict[str, Any], seed: int) -> Run:
         return Run(settings, seed=seed)
 
 
-def resumed_equal(root: str, nodes: int, stage: int, dtype: str, optimizer: str) -> None:
-    """Train, copy, lose each node in turn if there are several, and resume: bit by bit as it was."""
-    folder = f"{root}/node{rank() * nodes // dist.get_world_size()}"
+@pytest.mark.parametrize(
+    ("world", "nodes", "stage", "dtype", "optimizer"),
+    [
+        (2, 1, 1, "bf16", "SGD"),
+        (4, 2, 3, "bf16", "AdamW"),
+        thorough(4, 2, 0, "fp32", "AdamW"),
+        thorough(4, 2, 2, "fp16", "AdamW"),
+        thorough(4, 2, 3, "fp32", "Muon"),
+    ],
+)
+@on_ranks("world")
+def test_a_state_from_memory_goes_on_with_the_same_bits(
+    world: int, nodes: int, stage: int, dtype: str, optimizer: str, tmp_path: Path
+) -> None:
+    """Each node is lost in turn if there are two: its parts have been sent to the other, and are sent back."""
+    root = str(tmp_path)
+    folder = f"{root}/node{rank() * nodes // world}"
     settings = copying(stage, dtype, every=5, optimizer=optimizer)
     first = start(folder, settings, seed=1)
     assert first.engine.resume(f"{root}/runs") is None
@@ -75,23 +88,6 @@ def resumed_equal(root: str, nodes: int, stage: int, dtype: str, optimizer: str)
         assert differences(expected, second.fingerprint()) == [] != differences(expected, later)
     assert [second.step() for _ in range(3)] == losses[5:]
     assert differences(later, second.fingerprint()) == []
-
-
-@pytest.mark.parametrize(
-    ("world", "nodes", "stage", "dtype", "optimizer"),
-    [
-        (2, 1, 1, "bf16", "SGD"),
-        (4, 2, 3, "bf16", "AdamW"),
-        thorough(4, 2, 0, "fp32", "AdamW"),
-        thorough(4, 2, 2, "fp16", "AdamW"),
-        thorough(4, 2, 3, "fp32", "Muon"),
-    ],
-)
-def test_a_state_from_memory_goes_on_with_the_same_bits(
-    world: int, nodes: int, stage: int, dtype: str, optimizer: str, tmp_path: Path
-) -> None:
-    """With two nodes, of which one is lost: its parts have been sent to the other, and are sent back."""
-    run_ranks(resumed_equal, world, str(tmp_path), nodes, stage, dtype, optimizer)
 
 
 def in_generations(node: str) -> dict[str, list[str]]:

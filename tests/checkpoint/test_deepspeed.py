@@ -188,43 +188,34 @@ def test_optimizer_state_of_stage_0_without_all_files_of_experts_is_refused(
         assert "experts' optimizer states of rank" in saved.manifest.optimizer["refused"]
 
 
-def refuses(path: str) -> str:
-    engine = EXPERTS.started(2, 1, 1, "fp32", 100)
-    with pytest.raises(CheckpointError) as caught:
-        engine.load_checkpoint(path)
-    engine.load_checkpoint(path, load_optimizer_states=False)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("stage", [thorough(0), 2])
+@on_ranks(2)
 def test_other_groups_are_refused(stage: int, experts: files.Content, tmp_path: Path) -> None:
-    files.write(str(tmp_path), "x", experts, stage, 2, ep=2)
-    for told in run_ranks(refuses, 2, str(tmp_path)):
-        assert "group" in told and "load_optimizer_states=False" in told
-
-
-def known_only_here(path: str, again: str) -> str:
-    """Load what the files do not describe with as many ranks, which is told by the model, and without."""
-    engine = DIVIDED.started(2, 2, 1, "fp32")
-    engine.load_checkpoint(path)
-    engine.save_checkpoint(again, tag="a")
-    engine = DIVIDED.started(2, 1, 1, "fp32")
-    with pytest.raises(CheckpointError) as caught:
-        engine.load_checkpoint(path)
-    return str(caught.value)
+    first_rank(lambda: files.write(str(tmp_path), "x", experts, stage, 2, ep=2))
+    engine = EXPERTS.started(2, 1, 1, "fp32", 100)
+    with pytest.raises(CheckpointError, match=r"group(.|\n)*load_optimizer_states=False"):
+        engine.load_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path, load_optimizer_states=False)
 
 
 @pytest.mark.parametrize("stage", [thorough(0), thorough(2), 3])
+@on_ranks(2)
 def test_what_files_do_not_tell_the_engine_tells_or_nobody(stage: int, divided: files.Content, tmp_path: Path) -> None:
-    path = write_parts(str(tmp_path / "theirs"), divided, stage, 2, 2, described=False)
-    for told in run_ranks(known_only_here, 2, str(tmp_path / "theirs"), str(tmp_path / "again")):
-        assert "'blocks.0.qkv.weight'" in told and "autotp_size=2" in told and "[24, 8]" in told
-    found = content(str(tmp_path / "again"))
+    """With as many ranks the model says how parameters are divided; otherwise nothing is guessed."""
+    theirs, again = str(tmp_path / "theirs"), str(tmp_path / "again")
+    first_rank(write_parts, theirs, divided, stage, 2, 2, False)
+    engine = DIVIDED.started(2, 2, 1, "fp32")
+    engine.load_checkpoint(theirs)
+    engine.save_checkpoint(again, tag="a")
+    with pytest.raises(CheckpointError) as caught:
+        DIVIDED.started(2, 1, 1, "fp32").load_checkpoint(theirs)
+    assert all(part in str(caught.value) for part in ("'blocks.0.qkv.weight'", "autotp_size=2", "[24, 8]"))
+    found = content(again)
     for name, master in divided.masters.items():
         assert torch.equal(found[f"parameter {name}"], master)
         assert torch.equal(found[f"optimizer/exp_avg {name}"], divided.states[name]["exp_avg"])
     with pytest.raises(CheckpointError, match=r"words\.weight.*files do not describe.*autotp_size=2"):
-        DeepSpeedCheckpoint(path)
+        DeepSpeedCheckpoint(f"{theirs}/x")
 
 
 PATTERNS = {
