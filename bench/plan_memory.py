@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Row, job, options_of, save, serve, show
+from harness import Row, data_of, job, options_of, save, serve, show
 from pipeline import layers, loss_of
 from systems import GPT, LAYER_SPECS, Size, in_directory
 from torch import nn
@@ -35,9 +35,6 @@ LEAST = 64 << 10
 FITS, SHORT = 1.18, 0.98
 """Limits that suffice, and that do not, by the measured peaks."""
 SIZE, QUICK = Size(384, 6, 6, 4096, 2, 128), Size(64, 4, 4, 512, 2, 16)
-CPU = {"device": "cpu"}
-DISK = {"device": "nvme", "nvme_path": ""}
-"""`nvme_path` is filled in."""
 
 Peaks = dict[str, int]
 
@@ -150,7 +147,7 @@ class Setting:
     Attributes:
         stage, dtype, accumulation: ZeRO stage, precision, micro-batches of a step.
         model: of `MODELS`.
-        optimizer: name in the configuration; or a class of torch, which the script passes.
+        optimizer: name in the configuration; or torch.optim.NAME, which the script passes.
         zero, keys: of `zero_optimization`, and of the configuration.
         note: names them.
         limited: it is trained under limits, too.
@@ -161,7 +158,7 @@ class Setting:
     dtype: str = "fp32"
     accumulation: int = 1
     model: str = "gpt"
-    optimizer: Any = "AdamW"
+    optimizer: str = "AdamW"
     zero: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, Any] = field(default_factory=dict)
     note: str = ""
@@ -172,7 +169,7 @@ class Setting:
         """A description."""
         given = [self.model, self.dtype, f"ZeRO {self.stage}", f"{self.accumulation} micro-batches"]
         if self.optimizer != "AdamW":
-            given.append(getattr(self.optimizer, "__name__", self.optimizer))
+            given.append(self.optimizer.rpartition(".")[2])
         return ", ".join([*given, *filter(None, [self.note])])
 
     def config(self, size: Size, directory: str, **more: Any) -> dict[str, Any]:
@@ -188,14 +185,15 @@ class Setting:
             **self.keys,
             **more,
         }
-        if isinstance(self.optimizer, str):
+        if "." not in self.optimizer:
             params = {"lr": 1e-4} | ({"momentum": 0.9} if self.optimizer == "SGD" else {})
             config["optimizer"] = {"type": self.optimizer, "params": params}
         return config
 
     def client_optimizer(self) -> Any:
         """Return a callable that makes the script's optimizer; None: as configured."""
-        return None if isinstance(self.optimizer, str) else functools.partial(self.optimizer, lr=1e-4)
+        _, of_torch, name = self.optimizer.rpartition(".")
+        return functools.partial(getattr(torch.optim, name), lr=1e-4) if of_torch else None
 
     def batch(self, size: Size, device: str) -> Any:
         """Return a micro-batch of a rank."""
@@ -215,67 +213,14 @@ class Setting:
         return {"input_ids": ids, "labels": ids, "shift_labels": ids, "position_ids": places}
 
 
-TENSOR = {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": LAYER_SPECS}}}
-SEQUENCE = {"sequence_parallel_size": 2}
-ON_HOST, ALL_ON_HOST = {"offload_optimizer": CPU}, {"offload_optimizer": CPU, "offload_param": CPU}
-
-
-def stages(schedule: str, count: int = 2, **more: Any) -> dict[str, Any]:
-    """Return the configuration of a pipeline."""
-    return {"pipeline": {"stages": count, "schedule": schedule, **more}}
-
-
+KEYS = {
+    "tensor": {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": LAYER_SPECS}}},
+    "sequences": {"sequence_parallel_size": 2},
+}
+"""Keys that settings have by a name."""
 SETTINGS = [
-    Setting(1, 0, limited=True),
-    Setting(1, 0, "bf16", 4),
-    Setting(1, 2, "fp16", model="gpt, recompute"),
-    Setting(1, 1, model="llama, adapters"),
-    Setting(1, 2, zero=ON_HOST, note="optimizer on host"),
-    Setting(1, 3, "bf16", zero={"offload_optimizer": DISK}, note="optimizer on disk"),
-    Setting(2, 0, limited=True),
-    Setting(2, 1),
-    Setting(2, 2),
-    Setting(2, 3, limited=True),
-    Setting(2, 0, "bf16", 4),
-    Setting(2, 1, "bf16", 4),
-    Setting(2, 2, "bf16", 4),
-    Setting(2, 3, "bf16", 4, limited=True),
-    Setting(2, 2, "fp16"),
-    Setting(2, 3, "fp16", 4, "gpt, recompute"),
-    Setting(2, 1, model="gpt, tied"),
-    Setting(2, 3, "bf16", model="gpt, tied"),
-    Setting(2, 2, model="gpt, frozen"),
-    Setting(2, 3, "bf16", model="gpt, frozen"),
-    Setting(2, 3, "bf16", model="llama, adapters"),
-    Setting(2, 1, model="gpt, experts"),
-    Setting(2, 2, "bf16", model="gpt, experts of 2 ranks"),
-    Setting(2, 1, keys=TENSOR, note="TP 2"),
-    Setting(2, 3, "bf16", model="llama, sequences", keys=SEQUENCE, note="SP 2"),
-    Setting(2, 1, "fp32", 4, "gpt, layers", keys=stages("1f1b"), note="1f1b"),
-    Setting(2, 0, "bf16", 4, "gpt, layers", keys=stages("zb-h1"), note="zb-h1"),
-    Setting(2, 1, zero=ON_HOST, note="optimizer on host", limited=True),
-    Setting(2, 2, "bf16", 4, zero=ON_HOST, note="optimizer on host"),
-    Setting(2, 3, "bf16", zero=ALL_ON_HOST, note="state on host", limited=True),
-    Setting(
-        2,
-        3,
-        "bf16",
-        zero={"offload_optimizer": DISK, "offload_param": CPU},
-        note="optimizer on disk, parameters on host",
-    ),
-    Setting(2, 2, optimizer="SGD"),
-    Setting(2, 1, "bf16", optimizer="Lion"),
-    Setting(2, 2, optimizer="Muon"),
-    Setting(2, 2, optimizer=torch.optim.RMSprop),
-    Setting(2, 3, "bf16", model="llama"),
-    Setting(2, 1, "fp32", 4, "gpt2"),
-    Setting(4, 3, "bf16", zero={"zero_hpz_partition_size": 2}, note="hpZ"),
-    Setting(4, 3, "bf16", zero={"zero_quantized_weights": True}, note="qwZ"),
-    Setting(4, 3, zero={"mics_shard_size": 2}, note="HSDP"),
-    Setting(4, 3, "fp32", 4),
-    Setting(4, 3, "bf16", keys=TENSOR, note="TP 2"),
-    Setting(4, 1, "bf16", 4, "gpt, layers", keys=stages("interleaved", chunks=2), note="interleaved"),
-    Setting(4, 2, "bf16", model="gpt, experts of 2 ranks"),
+    Setting(**{**row, "keys": KEYS.get(str(row.get("keys")), row.get("keys", {}))})
+    for row in data_of("plan_memory.toml")["settings"]
 ]
 
 
