@@ -423,9 +423,6 @@ def built(entry: Entry, layout: Layout, content: Content) -> Any:
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(content.tensors["parameter", name, None])
-        for name, buffer in model.named_buffers():
-            if name in dict(model.state_dict()):
-                buffer.copy_(content.buffer(name))
     optimizer = build(entry.name, _groups(model), entry.options, device="cpu", named=parameters.items())
     for group, saved in zip(optimizer.param_groups, content.groups, strict=True):
         group.update(saved)
@@ -436,7 +433,11 @@ def built(entry: Entry, layout: Layout, content: Content) -> Any:
         for key, value in values.items():
             copied = value.clone() if isinstance(value, torch.Tensor) else value
             optimizer.state[parameters[name]][key] = copied
-    return shardwise.initialize(model=model, optimizer=optimizer, config=settings(entry, layout))[0]
+    engine = shardwise.initialize(model=model, optimizer=optimizer, config=settings(entry, layout))[0]
+    for name, buffer in model.named_buffers():  # after it, because ranks begin with the buffers of the first one
+        if ("buffer", name, None) in content.tensors:
+            buffer.copy_(content.buffer(name))
+    return engine
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
