@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise.data.fetch import mixed_seed
-from shardwise.data.layer_drop import keep_probability
 from shardwise.errors import ConfigError, ConflictError, UsageError
 from tests.harness import of_all_ranks, on_ranks, thorough, training
 from tests.harness.engines import forget_engines
@@ -91,13 +90,6 @@ def train(engine: Any, first: int, last: int) -> None:
     for number in range(first, last):
         engine.backward(engine(batch(number, dist.get_rank())).square().mean())
         engine.step()
-
-
-def test_the_decisions_skip_later_layers_more_often() -> None:
-    assert kept_layers(0) == dict.fromkeys(range(LAYERS), 1.0)
-    passes = [kept_layers(step) for step in range(10, 410)]
-    kept = [sum(layer in one for one in passes) / len(passes) for layer in range(LAYERS)]
-    assert kept == pytest.approx([keep_probability(layer, LAYERS, DROP["theta"]) for layer in range(LAYERS)], abs=0.06)
 
 
 @pytest.mark.parametrize(

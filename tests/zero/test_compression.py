@@ -39,9 +39,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "dgc": {"ratio": 0.1, "momentum": 0.5, "warmup_steps": 2, "local_clipping": 0.5},
 }
 
+CODED = {"use_error_feedback": True, "block_size": 32}
+
 
 def compressed(method: str, **changes: Any) -> tuple[tuple[str, Any], ...]:
-    params = {key: value for key, value in {**METHODS[method], **changes}.items() if value is not None}
+    params = {key: value for key, value in {**METHODS.get(method, CODED), **changes}.items() if value is not None}
     return (("compression", {"type": method, "params": params}),)
 
 
@@ -57,6 +59,7 @@ TWICE: dict[str, Any] = {"accumulation": 2, "clip": 0.5}
     [
         ("dgc", "odd_mlp", (0, 3), HALF),
         ("dgc", "odd_mlp", (2, 3), TWICE),
+        ("int8", "gpt", range(4), {"optimizer": "AdamW", "lr": 1e-2}),
         *(
             thorough(method, *case)
             for method in METHODS

@@ -84,10 +84,6 @@ def test_another_backward_pass_where_nothing_is_trained() -> None:
 # -- something else comes next -----------------------------------------------------------------------------------------
 
 
-def whole_gradient(engine: Any, directory: str) -> None:
-    safe_get_full_grad(engine.module.blocks[0].up.weight)
-
-
 def gathered(engine: Any, directory: str) -> None:
     with engine.gathered():
         engine(data(0)["tokens"])
@@ -96,7 +92,7 @@ def gathered(engine: Any, directory: str) -> None:
 NEXT: dict[str, Callable[[Any, str], Any]] = {
     "gathered parameters": lambda engine, directory: parameters_digest(engine.module),
     "gathered": gathered,
-    "whole gradient": whole_gradient,
+    "whole gradient": lambda engine, directory: safe_get_full_grad(engine.module.blocks[0].up.weight),
     "state_dict": lambda engine, directory: engine.module_state_dict(),
     "load_checkpoint": lambda engine, directory: engine.load_checkpoint(directory),
     "save_checkpoint": lambda engine, directory: engine.save_checkpoint(directory, "other"),

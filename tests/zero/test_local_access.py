@@ -12,16 +12,14 @@ import shardwise
 from shardwise import utils
 from shardwise.errors import UsageError
 from tests.harness import of_all_ranks, on_ranks
-from tests.harness.training import ADAMW, engine_of
+from tests.harness.training import Setting, start
 from tests.models import CASES
 
 CASE = CASES["odd_mlp"]
 
 
-def start(stage: int = 3, precision: str = "fp32", keep: int = 0) -> Any:
-    torch.manual_seed(0)
-    zero = {"stage3_param_persistence_threshold": keep}
-    return engine_of(CASE.make(), stage, ADAMW, zero=zero, bf16={"enabled": precision == "bf16"})
+def begin(stage: int = 3, precision: str = "fp32", keep: int = 0) -> Any:
+    return start(CASE, Setting(stage, precision=precision, optimizer="AdamW", lr=1e-2, keep=keep))
 
 
 def backward(engine: Any, step: int) -> None:
@@ -32,7 +30,7 @@ def backward(engine: Any, step: int) -> None:
 @pytest.mark.parametrize(("world", "precision"), [(2, "fp32"), (3, "bf16")])
 @on_ranks("world")
 def test_parts_are_the_whole(world: int, precision: str) -> None:
-    engine = start(precision=precision)
+    engine = begin(precision=precision)
     parameters = [p for p in engine.module.parameters() if p.numel()]
     assert all(utils.safe_get_local_optimizer_state(p, "exp_avg") is None for p in parameters)
     assert all(utils.safe_get_local_grad(p) is None for p in parameters)
@@ -61,7 +59,7 @@ def test_parts_are_the_whole(world: int, precision: str) -> None:
 @on_ranks(2)
 def test_parts_are_set(precision: str, keep: int) -> None:
     """An engine whose parts are set trains as one whose whole tensors are set to the same."""
-    engines = [start(precision=precision, keep=keep) for _ in range(2)]
+    engines = [begin(precision=precision, keep=keep) for _ in range(2)]
     for step in range(3):
         for engine in engines:
             backward(engine, step)
@@ -87,7 +85,7 @@ def test_parts_are_set(precision: str, keep: int) -> None:
 
 @on_ranks(2)
 def test_refusals() -> None:
-    whole = start(stage=2)
+    whole = begin(stage=2)
     parameter = next(whole.module.parameters())
     for function, arguments in (
         (utils.safe_get_local_fp32_param, ()),
@@ -101,7 +99,7 @@ def test_refusals() -> None:
             function(parameter, *arguments)
         assert function(torch.nn.Parameter(torch.zeros(1)), *arguments) is None
     whole.destroy()
-    engine = start()
+    engine = begin()
     parameter = next(engine.module.parameters())
     held = utils.safe_get_local_fp32_param(parameter).numel()
     for value in (torch.zeros(held + 1), torch.zeros(parameter.numel() + 7)):

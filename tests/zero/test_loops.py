@@ -1,6 +1,6 @@
 """Ways of writing the training loop: all give what the plain loop gives, at every stage.
 
-Each function runs one way of writing the loop on the ranks; `expected_masters` is the plain loop over the same losses.
+Each function runs one way of writing the loop on the ranks.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ from tests.harness import of_all_ranks, on_ranks, run_ranks, thorough
 from tests.harness.training import (
     Setting,
     Tensors,
-    assert_identical,
     bits,
     digest,
     engine_of,
@@ -38,7 +37,6 @@ from tests.harness.training import (
     resumes,
     start,
     take_steps,
-    trained,
 )
 from tests.models import CASES, Case
 from tests.zero.test_changing import Model as ChangingModel
@@ -132,13 +130,6 @@ def test_ranks_agree_and_prefetching_and_recomputing_change_no_bit(changes: list
 
 def test_resuming_is_exact(tmp_path: Path) -> None:
     run_ranks(resumes, WORLD, "gpt", setting(ALL), setting(ALL), str(tmp_path))
-
-
-def test_compression_in_blocks_is_the_same_at_every_stage() -> None:
-    codes = ("compression", {"type": "int8", "params": {"use_error_feedback": True, "block_size": 32}})
-    outcomes = trained("gpt", [Setting(stage, optimizer="AdamW", lr=1e-2, extra=(codes,)) for stage in range(4)], 2)
-    for outcome in outcomes[1:]:
-        assert_identical(outcome, outcomes[0])
 
 
 @on_ranks(WORLD)
