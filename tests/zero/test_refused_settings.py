@@ -34,7 +34,7 @@ INT8 = {"compression": {"type": "int8"}}
         ({"stage": 3, **QG, "zero_node_size": 3}, {}, ["zero_node_size", "is 3", "ranks, 4"]),
         ({"stage": 3, "zeropp_loco_param": {}}, {}, ["zeropp_loco_param"]),
         ({"stage": 3, "zero_node_size": 2}, {}, ["zero_node_size"]),
-        ({"stage": 3, **QG}, INT8, ["int8", "zero_quantized_gradients"]),
+        ({"stage": 3, **QG}, INT8, ["compression.type", "zero_quantized_gradients"]),
     ],
 )
 def test_settings_that_exclude_one_another(zero: dict[str, Any], more: dict[str, Any], words: list[str]) -> None:
