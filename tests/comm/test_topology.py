@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 
 from shardwise.comm.topology import (
     PipeDataParallelTopology,
@@ -11,6 +12,7 @@ from shardwise.comm.topology import (
 )
 from shardwise.errors import UsageError
 from shardwise.pipe import PipelineParallelGrid
+from tests.harness import on_ranks
 
 
 def test_ranks_and_coordinates_are_inverse() -> None:
@@ -64,7 +66,7 @@ def test_a_grid_creates_a_group_at_its_first_use() -> None:
         made.append(ranks)
         return ranks
 
-    grid = PipelineParallelGrid(PipeModelDataParallelTopology(2, 2, 2), 5, make)
+    grid = PipelineParallelGrid(PipeModelDataParallelTopology(2, 2, 2), rank=5, make_group=make)
     assert made == []
     assert (grid.get_pipe_parallel_rank(), grid.get_stage_id(), grid.get_pipe_parallel_world_size()) == (1, 1, 2)
     assert (grid.get_data_parallel_rank(), grid.get_data_parallel_id(), grid.get_data_parallel_world_size()) == (
@@ -82,3 +84,14 @@ def test_a_grid_creates_a_group_at_its_first_use() -> None:
     assert grid.stage_to_global(0, data=1, model=0) == 2
     assert grid.get_global_rank() == 5
     assert grid.topology().world_size() == 8
+
+
+@on_ranks(3)
+def test_a_grid_of_a_process_group() -> None:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return
+    grid = PipelineParallelGrid(PipeDataParallelTopology(2, 1), group)
+    assert grid.get_stage_id() == grid.get_global_rank() == dist.get_rank() - 1
+    assert dist.get_process_group_ranks(grid.get_pipe_parallel_group()) == [1, 2]
+    assert dist.get_process_group_ranks(grid.get_data_parallel_group()) == [dist.get_rank()]

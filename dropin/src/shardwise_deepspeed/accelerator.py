@@ -87,8 +87,6 @@ _TENSORS = [f"{kind}Tensor" for kind in ("BFloat16", "Byte", "Double", "Float", 
 class Accelerator:
     """A kind of device, "cuda" or "cpu". Further methods are those of torch.cuda, or their equivalents on the CPU."""
 
-    range_push = staticmethod(range_push)
-    range_pop = staticmethod(range_pop)
     create_op_builder = staticmethod(create_op_builder)
     get_op_builder = staticmethod(op_builder)
 
@@ -108,6 +106,16 @@ class Accelerator:
         if name in _ON_CPU:
             return getattr(torch.cuda, name) if self._cuda else _ON_CPU[name]
         raise AttributeError(f"get_accelerator() has no attribute {name!r}")
+
+    @staticmethod
+    def range_push(msg: str, domain: Any = None, category: Any = None) -> int:
+        """Begin a range; torch's ranges have neither domains nor categories."""
+        return range_push(msg)
+
+    @staticmethod
+    def range_pop(domain: Any = None) -> int:
+        """End the newest range."""
+        return range_pop()
 
     def _on_device(self, name: str, device_index: int | None = None) -> Any:
         if not self._cuda:

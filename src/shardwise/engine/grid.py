@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+
 from shardwise.comm.topology import ProcessTopology
 
 
@@ -13,11 +15,26 @@ class PipelineParallelGrid:
 
     Args:
         topology: the ranks of the job.
+        process_group: the job, if `rank` or `make_group` is None; None: the default group.
         rank: the global rank of this process.
         make_group: creates the process group of some global ranks. Each group is created at its first use.
     """
 
-    def __init__(self, topology: ProcessTopology, rank: int, make_group: Callable[[tuple[int, ...]], Any]) -> None:
+    def __init__(
+        self,
+        topology: ProcessTopology,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        rank: int | None = None,
+        make_group: Callable[[tuple[int, ...]], Any] | None = None,
+    ) -> None:
+        if rank is None or make_group is None:
+            members = dist.get_process_group_ranks(dist.group.WORLD if process_group is None else process_group)
+            rank = dist.get_rank(process_group)
+
+            def make_group(ranks: tuple[int, ...]) -> Any:
+                return dist.new_group([members[place] for place in ranks], use_local_synchronization=True)
+
         self._topology, self.global_rank, self._make_group = topology, rank, make_group
         self._coord = topology.get_coord(rank)
         self._groups: dict[str, Any] = {}

@@ -118,7 +118,7 @@ class PipelineEngine(Engine):
         def make(ranks: Sequence[int]) -> Any:
             return dist.new_group([self.job.members[rank] for rank in ranks], use_local_synchronization=True)
 
-        return PipelineParallelGrid(topology, self.job.rank, make)
+        return PipelineParallelGrid(topology, rank=self.job.rank, make_group=make)
 
     def _stage_name(self, stage: int) -> str:
         return f"stage {stage} of {len(self._place.rank_of)} ({self._model.layers_of(stage)})"

@@ -68,7 +68,7 @@ class DistributedAttention(nn.Module):
         scatter_idx: dimension of the heads.
         gather_idx: dimension of the tokens. The defaults are DeepSpeed's layout (tokens, rows, heads, width).
             `torch.nn.functional.scaled_dot_product_attention` has heads in dimension 1 and tokens in 2.
-        sp_stream: accepted for existing code and ignored.
+        sp_stream, num_kv_heads: accepted for existing code and ignored.
 
     Example:
         >>> import torch
@@ -89,6 +89,7 @@ class DistributedAttention(nn.Module):
         scatter_idx: int = 2,
         gather_idx: int = 0,
         sp_stream: Any = None,
+        num_kv_heads: int | None = None,
     ) -> None:
         super().__init__()
         if sorted({scatter_idx, gather_idx}) not in ([0, 2], [1, 2]):
