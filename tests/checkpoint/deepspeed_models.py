@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-import shardwise
 from shardwise.moe import MoE
 from shardwise_deepspeed.experts import split_params_into_different_moe_groups_for_optimizer
 from tests.checkpoint import deepspeed_files as files
@@ -124,7 +123,6 @@ class ExpertNet(nn.Module):
 
 
 def _experts(seed: int, ep_size: int, stage: int, dtype: str, limit: int | None = None) -> Any:
-    shardwise.init_distributed(verbose=False)
     model = ExpertNet(seed, ep_size)
     groups = split_params_into_different_moe_groups_for_optimizer(
         {"params": list(model.parameters()), "name": "all", "weight_decay": 0.1}, limit
@@ -223,7 +221,6 @@ def exact(held: files.Content, count: int) -> dict[str, Any]:
 
 
 def _divided(seed: int, degree: int, stage: int, dtype: str) -> Any:
-    shardwise.init_distributed(verbose=False)
     divided = {"autotp_size": degree, **({"partition_config": RULES} if degree > 1 else {})}
     bf16 = {"enabled": dtype == "bf16"}
     model = DividedNet(seed)

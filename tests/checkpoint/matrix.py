@@ -307,7 +307,6 @@ def _buffers(engine: Any) -> dict[str, list[float]]:
 
 def save_all(root: str, work: list[tuple[Entry, list[Layout]]]) -> dict[tuple[str, Layout], End]:
     """Train and save in some layouts on this number of ranks; return how the runs have gone on."""
-    shardwise.init_distributed(verbose=False)
     ends = {}
     for entry, layouts in work:
         for layout in layouts:
@@ -462,7 +461,6 @@ class Work:
 
 def load_all(root: str, work: list[Work]) -> list[str]:
     """Load, compare and go on; return what was wrong."""
-    shardwise.init_distributed(verbose=False)
     wrong = []
     for one in work:
         contents = {source: Content(_path(root, one.entry, source)) for source in one.sources}

@@ -41,7 +41,6 @@ SHARD = 3000
 
 def exports(root: str, entry: Entry, layout: Layout, *, name: str) -> None:
     """Save and export from the engine, or export alone what has been saved."""
-    shardwise.init_distributed(verbose=False)
     engine = start(entry, layout, seed=1)
     if name == "engine":
         train(engine, 0, BEFORE)
@@ -87,7 +86,6 @@ FOUR = (Layout(3, 4, tensor=4),)
 
 def go_on(root: str, node: str, layout: Layout, first: int) -> tuple[list[float], str]:
     """Take what there is in the memory of a node, train and leave; the state stays there."""
-    shardwise.init_distributed(verbose=False)
     with as_node(f"{root}/{node}"):
         engine = start(ADAMW, layout, seed=1 + first, **COPIES)
     found = engine.resume(f"{root}/runs")
@@ -127,7 +125,6 @@ def seeded(first: int) -> list[Any]:
 
 
 def save_generators(root: str) -> list[Any]:
-    shardwise.init_distributed(verbose=False)
     engine = start(ADAMW, Layout(1, 4), seed=1)
     drawn = seeded(10)
     engine.save_checkpoint(root, tag="a")
@@ -135,7 +132,6 @@ def save_generators(root: str) -> list[Any]:
 
 
 def load_generators(root: str, layout: Layout) -> list[Any]:
-    shardwise.init_distributed(verbose=False)
     engine = start(ADAMW, layout, seed=2)
     train(engine, 0, 1)
     before = seeded(20)
@@ -156,7 +152,6 @@ def test_ranks_of_a_copy_of_the_model_draw_alike_after_a_load_from_another_mesh(
 
 def divided_later(entry: Entry, layout: Layout) -> list[float]:
     """Train plainly, the same on every rank, give an engine the model and the optimizer, and go on."""
-    shardwise.init_distributed(verbose=False)
     model = together.decoder(experts=1)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = build(entry.name, trained, entry.options, device="cpu", named=model.named_parameters())

@@ -28,7 +28,6 @@ TWO = Layout(1, 2, stages=2)
 @on_ranks(2)
 def test_groups_of_other_ranks_need_names(named: bool, tmp_path: Path) -> None:
     """Without, the settings of the first rank's group would replace those of another one."""
-    shardwise.init_distributed(verbose=False)
 
     def made(parameters: list[Any]) -> torch.optim.Optimizer:
         tied = [p for p in parameters if p.shape == (stages.WORDS, stages.WIDTH)]
@@ -57,7 +56,6 @@ def test_groups_of_other_ranks_need_names(named: bool, tmp_path: Path) -> None:
 
 def numbers(root: str, layout: Layout, *, saves: bool) -> list[float]:
     """Return random numbers after saving, or after loading."""
-    shardwise.init_distributed(verbose=False)
     engine = start(layout, 1)
     random.seed(1000 * (1 + rank()) + saves)
     if saves:
