@@ -284,7 +284,7 @@ def test_a_scalar_that_differs_after_a_load_is_named(tmp_path: Path) -> None:
         run.load(tmp_path, load_param_groups=False)
 
 
-def with_dropout(world: int, root: str, to: int) -> torch.Tensor:
+def with_dropout(root: str, to: int) -> torch.Tensor:
     settings: dict[str, Any] = {"sample_seed": 7, "gradient_accumulation_steps": None}
     run = Run(config(1, train_batch_size=BATCH, **settings), seed=1)
     run.load(root) if to > 2 else None
@@ -300,10 +300,10 @@ def with_dropout(world: int, root: str, to: int) -> torch.Tensor:
 @pytest.mark.parametrize(("before", "after"), [(2, 1), thorough(4, 2), thorough(1, 4)])
 def test_dropout_follows_the_sample(before: int, after: int, tmp_path: Path) -> None:
     """A rank with more micro-batches draws for each of them what another rank drew."""
-    early = run_ranks(with_dropout, before, before, str(tmp_path / "a"), 2)
-    other = run_ranks(with_dropout, after, after, str(tmp_path / "b"), 2)
+    early = run_ranks(with_dropout, before, str(tmp_path / "a"), 2)
+    other = run_ranks(with_dropout, after, str(tmp_path / "b"), 2)
     torch.testing.assert_close(early[0], other[0], rtol=0, atol=1e-5)
-    resized = run_ranks(with_dropout, after, after, str(tmp_path / "a"), 4)
-    reference = run_ranks(with_dropout, before, before, str(tmp_path / "a"), 4)
+    resized = run_ranks(with_dropout, after, str(tmp_path / "a"), 4)
+    reference = run_ranks(with_dropout, before, str(tmp_path / "a"), 4)
     torch.testing.assert_close(resized[0], reference[0], rtol=0, atol=1e-5)
     assert not torch.allclose(resized[0], early[0], rtol=0, atol=1e-3)
