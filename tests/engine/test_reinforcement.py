@@ -22,7 +22,7 @@ import shardwise
 from shardwise.zero import GatheredParameters
 from shardwise.zero.units.status import ZeroParamStatus
 from tests.harness import on_ranks, thorough
-from tests.harness.training import config_of, masters
+from tests.harness.training import config_of, loop, masters
 from tests.models import GPT
 
 ROWS, PROMPT, EPOCHS, ROUNDS, BETA = 2, 4, 2, 2, 0.9
@@ -226,13 +226,11 @@ def step_of(module: Policy, ids: torch.Tensor) -> torch.Tensor:
 
 def plain_grpo(ranks: int) -> Tensors:
     model = built()["actor"]
-    optimizer = optimizer_of(model)
-    for number in range(3):
-        optimizer.zero_grad()
-        for rank in range(ranks):
-            (step_of(model, generated(model, number, rank)) / ranks).backward()
-        optimizer.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def losses(number: int) -> list[torch.Tensor]:
+        return [step_of(model, generated(model, number, rank)) for rank in range(ranks)]
+
+    return loop(model, optimizer_of(model), losses, 3)
 
 
 def redirected(engine: Any, function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
