@@ -137,7 +137,7 @@ SOAK_FLAGS ?= --kills 100
 soak: $(STAMP)
 	$(BIN)/python -m tests.slow.soak $(SOAK_FLAGS)
 
-# Trains among strangers that call every port, and compares bits.
+# Trains while other processes call every port, and compares bits.
 HOSTILE_FLAGS ?= --minutes 20
 hostile: $(STAMP)
 	$(BIN)/python -m tests.slow.hostile $(HOSTILE_FLAGS)

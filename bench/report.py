@@ -125,11 +125,11 @@ def read(file: str) -> dict[str, Table]:
 TABLES = read("tables.toml")
 
 
-# -- what is asked of one CUDA device ----------------------------------------------------------------------------------
+# -- targets of one CUDA device ----------------------------------------------------------------------------------------
 
 
 class Target(NamedTuple):
-    """A figure that is asked of one CUDA device, see targets.toml."""
+    """A figure that one CUDA device should reach, see targets.toml."""
 
     what: str
     files: Sequence[str]
@@ -141,7 +141,7 @@ class Target(NamedTuple):
     where: Mapping[str, Any] = {}
 
     def cells(self, folder: Path) -> list[str]:
-        """Return a row of a table: the figure that is asked, the one that was found, and whether it is met."""
+        """Return a row of a table: the required figure, the one that was found, and whether it is met."""
         records = [record for name in self.files if (record := load(folder, name))]
         rows = [row for record in records for row in record["rows"] if self.where.items() <= row.items()]
         value, base = (self._largest(rows, system) if system else 1.0 for system in (self.system, self.over))
@@ -168,7 +168,7 @@ def where(record: Row) -> str:
     versions = f"torch {machine['torch']}"
     if machine.get("deepspeed"):
         versions += f", DeepSpeed {machine['deepspeed']}"
-    return f"{machine.get('gpu') or machine['processor']}, {machine['cores']} cores, {versions}"
+    return f"{machine.get('gpu') or machine['processor']}, {machine['cores']} core{'s' * (machine['cores'] != 1)}, {versions}"
 
 
 def page(text: str, folder: Path) -> str:
@@ -187,7 +187,7 @@ def page(text: str, folder: Path) -> str:
         if name == "machine":
             lines = [f"Unless a section says otherwise, measured on {usual}."]
         elif name == "gpu_targets":
-            lines = grid(["", "asked", "found", "met"], [target.cells(folder) for target in TARGETS])
+            lines = grid(["", "required", "found", "met"], [target.cells(folder) for target in TARGETS])
         else:
             lines = TABLES[name].lines(folder)
             for place in places[name]:
@@ -202,11 +202,11 @@ def main() -> None:
     """Write the pages and copy the plots that they show; without pages print all tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--targets", action="store_true", help="print the figures that are asked of a CUDA device")
+    parser.add_argument("--targets", action="store_true", help="print the targets of a CUDA device")
     parser.add_argument("pages", nargs="*", type=Path)
     options = parser.parse_args()
     if options.targets:
-        print(*("{:66s} asked {:8s} found {:8s} {}".format(*one.cells(options.results)) for one in TARGETS), sep="\n")
+        print(*("{:66s} required {:8s} found {:8s} {}".format(*one.cells(options.results)) for one in TARGETS), sep="\n")
         return
     if not options.pages:
         for name, table in TABLES.items():

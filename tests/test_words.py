@@ -47,7 +47,6 @@ REMAINING = {
     "compat.py": "alone",
     "device": "beside",
     "engine": "alone asked beside heard imagined neighbours said told twin unnamed",
-    "gpu.md": "asked imagined",
     "memory": "alone asked twin",
     "moe": "imagined",
     "numbers.md": "alone",

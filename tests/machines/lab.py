@@ -1,4 +1,4 @@
-"""Machines in small: network namespaces with addresses and an ssh server each, joined by a bridge.
+"""Test machines: network namespaces with addresses and an ssh server each, joined by a bridge.
 
 Needs root, Linux, iproute2 and OpenSSH's server. Machine 0 is the one to start jobs on; it is in no hostfile.
 """

@@ -1,4 +1,4 @@
-"""Times and bytes of several machines in small: network namespaces of this computer.
+"""Times and bytes of several machines: network namespaces of this computer.
 
     python -m tests.machines.measure [--only start,throttled,lost] [--losses 50]      (make machines)
 

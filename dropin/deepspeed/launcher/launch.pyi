@@ -5,5 +5,5 @@ from typing_extensions import deprecated
 
 __all__ = ["main"]
 
-@deprecated('processes are started by `shardwise run`, on one machine')
+@deprecated('processes are started by `shardwise run`, on one machine or several')
 def main(*args: Any, **kwargs: Any) -> NoReturn: ...

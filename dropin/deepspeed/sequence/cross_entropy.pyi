@@ -5,17 +5,17 @@ from typing_extensions import deprecated
 
 __all__ = ["VocabParallelCausalLMLoss", "VocabParallelCrossEntropyLoss", "configure_vocab_parallel_loss", "validate_vocab_parallel_loss", "vocab_parallel_cross_entropy", "vocab_sequence_parallel_cross_entropy"]
 
-@deprecated('losses over a vocabulary that ranks share are not built yet (shardwise.parallel.tiled_loss)')
+@deprecated('a divided vocabulary is requested by tensor_parallel.vocab_parallel_lm_head, for models of transformers')
 class VocabParallelCausalLMLoss:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('losses over a vocabulary that ranks share are not built yet (shardwise.parallel.tiled_loss)')
+@deprecated('a divided vocabulary is requested by tensor_parallel.vocab_parallel_lm_head, for models of transformers')
 class VocabParallelCrossEntropyLoss:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-@deprecated('losses over a vocabulary that ranks share are not built yet (shardwise.parallel.tiled_loss)')
+@deprecated('a divided vocabulary is requested by tensor_parallel.vocab_parallel_lm_head, for models of transformers')
 def configure_vocab_parallel_loss(*args: Any, **kwargs: Any) -> NoReturn: ...
-@deprecated('losses over a vocabulary that ranks share are not built yet (shardwise.parallel.tiled_loss)')
+@deprecated('a divided vocabulary is requested by tensor_parallel.vocab_parallel_lm_head, for models of transformers')
 def validate_vocab_parallel_loss(*args: Any, **kwargs: Any) -> NoReturn: ...
-@deprecated('losses over a vocabulary that ranks share are not built yet (shardwise.parallel.tiled_loss)')
+@deprecated('a divided vocabulary is requested by tensor_parallel.vocab_parallel_lm_head, for models of transformers')
 def vocab_parallel_cross_entropy(*args: Any, **kwargs: Any) -> NoReturn: ...
-@deprecated('losses over a vocabulary that ranks share are not built yet (shardwise.parallel.tiled_loss)')
+@deprecated('a divided vocabulary is requested by tensor_parallel.vocab_parallel_lm_head, for models of transformers')
 def vocab_sequence_parallel_cross_entropy(*args: Any, **kwargs: Any) -> NoReturn: ...
