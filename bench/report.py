@@ -168,7 +168,8 @@ def where(record: Row) -> str:
     versions = f"torch {machine['torch']}"
     if machine.get("deepspeed"):
         versions += f", DeepSpeed {machine['deepspeed']}"
-    return f"{machine.get('gpu') or machine['processor']}, {machine['cores']} core{'s' * (machine['cores'] != 1)}, {versions}"
+    cores = "1 core" if machine["cores"] == 1 else f"{machine['cores']} cores"
+    return f"{machine.get('gpu') or machine['processor']}, {cores}, {versions}"
 
 
 def page(text: str, folder: Path) -> str:
@@ -206,7 +207,7 @@ def main() -> None:
     parser.add_argument("pages", nargs="*", type=Path)
     options = parser.parse_args()
     if options.targets:
-        print(*("{:66s} required {:8s} found {:8s} {}".format(*one.cells(options.results)) for one in TARGETS), sep="\n")
+        print(*("{:66s} {:8s} found {:8s} {}".format(*one.cells(options.results)) for one in TARGETS), sep="\n")
         return
     if not options.pages:
         for name, table in TABLES.items():
