@@ -362,6 +362,17 @@ def test_refused_changes_change_nothing() -> None:
     assert len(set(of_all_ranks(parameters_digest(engine.module)))) == 1
 
 
+@on_ranks(2)
+def test_parameters_written_between_exchanges_are_not_lost_by_an_exchange_at_once() -> None:
+    engine = engine_of(sync_every=2)
+    train(engine, range(1))
+    parameter = next(engine.module.parameters())
+    with torch.no_grad():
+        parameter.fill_(0.5)
+    with pytest.raises(UsageError, match="changed while replicas differ"):
+        engine.synchronize_replicas()
+
+
 @pytest.mark.parametrize(
     ("stage", "fragments", "overlap"),
     [(3, 2, 0), (1, 1, 3), thorough(0, 1, 0), thorough(3, 1, 3), thorough(1, 2, 1), thorough(0, 2, 0)],

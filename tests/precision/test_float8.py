@@ -159,6 +159,12 @@ def test_what_cannot_be_is_refused() -> None:
         resolve({**CONFIG, "float8": {"enabled": True, "recipe": "rowwise", "all_gather": True}}, world_size=1)
     with pytest.raises(ConflictError, match=r"float8\.enabled: cannot be combined with `tensor_parallel\.autotp_size`"):
         resolve({**CONFIG, "float8": {"enabled": True}, "tensor_parallel": {"autotp_size": 2}}, world_size=2)
+    given = model()
+    layers = dict(given.named_modules())
+    section = {"enabled": True, "emulate": True}
+    with pytest.raises(UsageError, match="int is neither"):
+        shardwise.initialize(model=given, config={**CONFIG, "float8": section}, lr_scheduler=3)
+    assert dict(given.named_modules()) == layers
     made = start(model(), emulate=True, filter_fqns=["blocks.1"])[0]
     assert sorted(float8_layers(made.module)) == ["blocks.0.0", "blocks.0.2", "blocks.2.0", "blocks.2.2"]
     assert F.mse_loss(made(batch(0, 0)), model()(batch(0, 0))) < 10

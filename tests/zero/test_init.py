@@ -25,7 +25,7 @@ STAGE3 = config_of(3, rows=1)
 
 @on_ranks(2)
 def test_no_groups_are_left_behind() -> None:
-    """Process groups before, and after each of three models that were built, wrapped and ended."""
+    """Process groups before, and after each of three models that were built, wrapped, ended, and wrapped in vain."""
     counts = [len(dist.distributed_c10d._world.pg_map)]
     for _ in range(3):
         with shardwise.zero.Init(config_dict_or_path=STAGE3):
@@ -33,6 +33,8 @@ def test_no_groups_are_left_behind() -> None:
         engine, *_ = shardwise.initialize(model=model, config=STAGE3)
         engine(torch.ones(1, 4))
         engine.destroy()
+        with pytest.raises(UsageError, match="no optimizer whose"):
+            shardwise.initialize(model=model, config=STAGE3, lr_scheduler=3)
         counts.append(len(dist.distributed_c10d._world.pg_map))
     assert len(set(counts)) == 1
 

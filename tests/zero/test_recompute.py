@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness import of_all_ranks, on_ranks, thorough
-from tests.harness.training import Setting, assert_identical, bits, each, start, train
+from tests.harness.training import SGD, Setting, assert_identical, bits, each, engine_of, start, train
 from tests.models import GPT, Case, language, language_loss
 
 Runner = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -101,3 +101,34 @@ def several_passes(runner: str, stage: int, retained: bool) -> str:
 def test_reentrant_graphs_may_wait_for_each_other_and_be_differentiated_again(stage: int, retained: bool) -> None:
     other, reentrant = each(several_passes, [(runner, stage, retained) for runner in ("other", "reentrant")])
     assert other == reentrant
+
+
+class Repeated(nn.Module):
+    """A layer that is called three times; all of its gradients come from passes nested in the backward pass."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant, self.layer = reentrant, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = checkpoint(self.layer, x, use_reentrant=self.reentrant)
+        return x.square().mean()
+
+
+def differentiated_twice(reentrant: bool, stage: int) -> str:
+    torch.manual_seed(0)
+    engine = engine_of(Repeated(reentrant), stage, SGD, gradient_accumulation_steps=2)
+    engine.set_gradient_accumulation_boundary(True)
+    loss = engine(torch.ones(2, 4, requires_grad=True) + dist.get_rank())
+    for number in range(2):
+        engine.backward(loss, retain_graph=not number)
+    engine.step()
+    return bits(engine)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_reentrant_calls_of_one_layer_differentiated_twice(stage: int) -> None:
+    found = each(differentiated_twice, [(False, stage), (True, stage)])
+    assert found[0] == found[1]

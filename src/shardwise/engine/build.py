@@ -236,13 +236,14 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
                 raise ConflictError("float8 cannot be combined with a pipeline, whose layers are built later")
             if compression is not None:
                 raise ConflictError("float8 cannot be combined with compression, which changes the same layers")
-            train_in_float8(model, settings.float8, device)
+            train_in_float8(model, settings.float8, device, undo)
 
     # Groups: job, data-parallel, sequence-parallel, tensor-parallel, and the domains of parameters.
     # Job and data-parallel group are equal without sequence and tensor parallelism.
     accountant = Accountant()  # counts allocations from here on
     communicators = CommunicatorMemory(accountant, device, len(members))
     job = data = _communicator(settings, group, device)
+    undo.callback(job.destroy)
 
     # Compare ranks before the collectives that depend on the arguments.
     shows_loss = bool(switched_on(settings)) or settings.anomaly_watch.enabled or settings.run_log.enabled

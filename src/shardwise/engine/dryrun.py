@@ -155,7 +155,7 @@ class DryRunEngine:
             lines = RankGrid.of(world, tensor=config.tensor_parallel.size, sequence=config.sequence_parallel_size)
             tensors = None
             if config.float8.enabled:  # in a plan without an engine the model has its own layers
-                train_in_float8(twin, config.float8, None)
+                train_in_float8(twin, config.float8, None, contextlib.ExitStack())
             if config.tensor_parallel.size > 1:
                 tensors = SharedTensors(comm, lines.tensor, twin, config)
             divide_experts(twin, config, comm, lines)

@@ -585,7 +585,8 @@ class TrainStep:
         and before a checkpoint for another number of replicas. Without `local_sgd` it does nothing.
 
         Raises:
-            UsageError: the engine has been destroyed, or gradients of an unfinished accumulation window are held.
+            UsageError: the engine has been destroyed, gradients of an unfinished accumulation window are held, or the
+                script has changed parameters since the last step.
         """
         self._sharded.check_open("engine.synchronize_replicas()")
         if self._sharded.local is not None and self._sharded.local.diverged:
@@ -595,6 +596,7 @@ class TrainStep:
                     "of other parameters. Call it after the engine.step() that ends a window"
                 )
             self._sharded.hooks.settle()
+            self._sharded.share_changes()
             self._exchange_replicas(None)
 
     def _schedule_arguments(self, given: Mapping[str, Any], samples: int) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ dtype and name.
 from __future__ import annotations
 
 import dataclasses
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 _MULTIPLE = 16  # of inputs and outputs, which the products of devices need
 
 
-def train_in_float8(model: nn.Module, section: Float8, device: torch.device | None) -> None:
+def train_in_float8(model: nn.Module, section: Float8, device: torch.device | None, undo: ExitStack) -> None:
     """Replace the linear layers of a model by torchao's `Float8Linear` in place; their parameters stay the same.
 
-    `device` None: the model is planned, and computes nothing.
+    `undo` puts them back. `device` None: the model is planned, and computes nothing.
 
     Left as they are: the model itself, the output head, subclasses of `nn.Linear`, layers with hooks, layers whose
     weight another module uses or whose sizes are no multiples of 16, and those of `section.filter_fqns`. A layer needs
@@ -50,7 +51,7 @@ def train_in_float8(model: nn.Module, section: Float8, device: torch.device | No
         **({"round_scales_to_power_of_2": True} if section.all_gather else {}),
     )
     chosen = {
-        id(layer)
+        name: layer
         for name, layer in own_linear_layers(model).items()
         if name
         and type(layer) is nn.Linear
@@ -63,7 +64,9 @@ def train_in_float8(model: nn.Module, section: Float8, device: torch.device | No
             f"float8: {type(model).__name__} has no linear layer (nn.Linear) whose sizes are multiples of {_MULTIPLE} "
             "and that `float8.filter_fqns` leaves. Switch float8 off"
         )
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, _: id(module) in chosen)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in chosen)
+    for name, layer in chosen.items():
+        undo.callback(model.set_submodule, name, layer)
     if device is not None:
         logger.info("float8: %d linear layers, recipe %s", len(chosen), section.recipe)
 

@@ -106,7 +106,9 @@ class _Graph:
 
     def __init__(self) -> None:
         self.uses: defaultdict[int, weakref.WeakSet[Use]] = defaultdict(weakref.WeakSet)
-        self.recomputed: dict[int, int] = {}  # calls without a graph in a forward pass: re-entrant checkpoints
+        # Calls without a graph in a forward pass (re-entrant checkpoints) that are not recomputed yet. Negative: a pass
+        # has recomputed all of them, and another pass may do so again.
+        self.recomputed: dict[int, int] = {}
         self.used: set[int] = set()
         self.tracked: set[int] = set()
 
@@ -135,7 +137,7 @@ class UnitCalls:
         if phase is Phase.FORWARD and builds_graph:
             self._now.used.add(index)
             if not torch.is_grad_enabled():
-                recomputed[index] = recomputed.get(index, 0) + 1
+                recomputed[index] = max(recomputed.get(index, 0), 0) + 1
         elif phase is Phase.BACKWARD and recomputed.get(index) and torch.is_grad_enabled():
             recomputed[index] -= 1
 
@@ -209,6 +211,7 @@ class UnitCalls:
         """End a backward pass. Graphs that the pass has not used may still be differentiated."""
         graph = self._now
         live = {index for index, uses in graph.uses.items() if uses}
+        graph.recomputed = {index: count or -1 for index, count in graph.recomputed.items()}
         graph.used = live | graph.recomputed.keys()
         graph.tracked &= live
         if not live and self._key is not None:
