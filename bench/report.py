@@ -1,8 +1,6 @@
 """Tables of the README and the docs from the files in bench/results.
 
-    python bench/report.py README.md docs/numbers.md docs/convergence.md docs/pipeline.md docs/gpu.md docs/frameworks.md
-        docs/inference.md docs/local-sgd.md docs/memory.md docs/model-compression.md docs/unequal.md docs/zeropp.md
-        docs/articles.md docs/sparse-attention.md docs/kernels.md
+    python bench/report.py README.md docs/*.md
 
 A page has a table between `<!-- table NAME -->` and `<!-- /table -->`; everything else is written by hand. Figures that
 have not been measured are "-". `<!-- table machine -->` names the machine of most tables of a page; the others name
