@@ -1,6 +1,6 @@
 """Checkpoints: saving and loading, in the background, in memory, and what a load takes of memory.
 
-    python bench/checkpoint.py --what io [--nproc 2] [--layers 24] [--rounds 3] [--systems "shardwise;disk"]
+    python bench/checkpoint.py --what io [--nproc 2] [--layers 24] [--rounds 6] [--systems "shardwise;disk"]
     python bench/checkpoint.py --what background [--nproc 2] [--layers 24] [--rounds 5] [--cached]
     python bench/checkpoint.py --what background --gpu [--device cuda] [--size 400M] [--rounds 3]
     python bench/checkpoint.py --what copies [--nproc 2] [--layers 12] [--rounds 5]
@@ -14,7 +14,8 @@ torch.save). GB/s of all ranks together, medians. Every way of saving ends with 
 flushed itself is flushed in the measured time. *disk* is files of as many bytes, written in 4 MiB blocks and flushed,
 and read into one block over and over: what nothing can be faster than. *cold* means that the files were dropped from
 the page cache before. Processor time is that of all threads and ranks. Memory is the highest resident size during the
-operation above that before it, summed over ranks, over the checkpoint's size. *direct* is `checkpoint.writer.type`
+operation above that before it, summed over ranks, over the checkpoint's size. Each system should be first in as many
+rounds, because a virtual machine that has given free memory back needs time to fill the page cache again. *direct* is `checkpoint.writer.type`
 "fast": written past the page cache. torch.save and torch.load neither verify bytes nor can load into another layout.
 
 *background*: "blocked" is the time for which the script does not go on, "written" that until the bytes are on the disk.
