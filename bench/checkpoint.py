@@ -16,8 +16,8 @@ and read into one block over and over: what nothing can be faster than. *cold* m
 the page cache before. Processor time is that of all threads and ranks. Memory is the highest resident size during the
 operation above that before it, summed over ranks, over the checkpoint's size. Each system should be first in as many
 rounds, because a virtual machine that has given free memory back needs time to fill the page cache again. *direct* is
-`checkpoint.writer.type` "fast": written past the page cache. torch.save and torch.load neither verify bytes nor can load
-into another layout.
+`checkpoint.writer.type` "fast": written past the page cache. torch.save and torch.load neither verify bytes nor can
+load into another layout.
 
 *background*: "blocked" is the time for which the script does not go on, "written" that until the bytes are on the disk.
 Steps go on meanwhile; "slowdown" is the time of one over that of a step between saves, "first_step" that of the first,
