@@ -30,7 +30,7 @@ from shardwise.checkpoint.collect import RankSavePlan, TrainingState, add_replic
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.protocols import CheckpointedModel, Fetch, in_place
 from shardwise.checkpoint.safetensors_reader import Spec
-from shardwise.checkpoint.safetensors_writer import file_order
+from shardwise.checkpoint.safetensors_writer import LINE, file_order
 from shardwise.checkpoint.save import MOST_NAMES, PendingSave, SaveRequest, finish, header_of, staged, write_part
 from shardwise.comm.communicator import Communicator
 from shardwise.compat import default_store
@@ -93,12 +93,12 @@ class Snapshot:
         if is_far(self._device):
             self._stream = self._stream or copy_stream(self._device)
         order = file_order({name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
-        self._reserve(sum(tensor.nbytes for tensor in tensors.values()))
+        sizes = [-(-tensors[name].nbytes // LINE) * LINE for name in order]
+        self._reserve(sum(sizes))
         copies: dict[str, torch.Tensor] = {}
-        end = 0
-        for name in order:
-            source, begin, end = tensors[name], end, end + tensors[name].nbytes
-            copies[name] = self._bytes[begin:end].view(source.dtype).view(source.shape)
+        for name, place in zip(order, self._bytes[: sum(sizes)].split(sizes), strict=True):
+            source = tensors[name]
+            copies[name] = place[: source.nbytes].view(source.dtype).view(source.shape)
 
         def copy(names: Sequence[str]) -> None:
             if self._stream is not None:
