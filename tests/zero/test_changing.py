@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
+from shardwise.errors import UsageError
 from shardwise.utils.logging import warn_once
 from tests.harness import on_ranks
 from tests.harness.logs import logged
@@ -157,3 +158,61 @@ def test_changes_through_data_in_a_block_reach_master_weights(offloaded: bool) -
                 weight.data.copy_(wanted)
         assert torch.equal(values_of(engine)["head.weight"].float(), wanted), (number, assigned)
         assert torch.equal(masters(engine.module)["head.weight"], wanted), (number, assigned)
+
+
+class Rewriting(nn.Module):
+    """Changes its scale through an alias, as `how` says, in the passes that `when` lists."""
+
+    def __init__(self, how: str, when: tuple[int, ...] = (0,)) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.ones(8)), nn.Linear(8, 1)
+        self.how, self.when, self.passes = how, when, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x * self.scale).float().mean()
+        if self.passes in self.when:
+            before = self.scale.data.clone()
+            if self.how == "assigned":
+                self.scale.data = before / 2
+            elif self.how != "untouched":
+                self.scale.data.copy_(before / 2)
+            if self.how == "undone":
+                self.scale.data.copy_(before)
+        self.passes += 1
+        return y
+
+
+def rewriting(stage: int, how: str, when: tuple[int, ...] = (0,), steps: int = 2, **config: Any) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = Rewriting(how, when)
+    engine = engine_of(model, stage, torch.optim.SGD(model.parameters(), lr=0.1), **config)
+    for step in range(steps):
+        x = torch.full((2, 8), 1.0 + step + dist.get_rank(), dtype=model.layer.weight.dtype)
+        engine.backward(engine(x))
+        engine.step()
+    return values_of(engine)["scale"]
+
+
+_BF16 = {"bf16": {"enabled": True}}
+_OFFLOADED = {"zero": {"offload_optimizer": {"device": "cpu"}}}
+
+
+@pytest.mark.parametrize(("stage", "config"), [(3, {}), (0, _BF16), (2, _BF16), (3, _BF16), (2, _OFFLOADED)], ids=str)
+@on_ranks(2)
+def test_changes_through_aliases_that_a_step_would_overwrite_raise_on_every_rank(
+    stage: int, config: dict[str, Any]
+) -> None:
+    with pytest.raises(UsageError, match=r"\(root\).*parameter\.data.*lost"):
+        rewriting(stage, "copied", **config)
+    with pytest.raises(UsageError, match="lost"):  # windows are looked at again, now and then
+        rewriting(stage, "copied", when=(16,), steps=17, **config)
+    with pytest.raises(UsageError, match=r"'scale'.*assignment"):
+        rewriting(stage, "assigned", **config)
+    assert torch.equal(rewriting(stage, "undone", **config), rewriting(stage, "untouched", **config))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks(2)
+def test_changes_through_aliases_reach_parameters_that_have_no_masters(stage: int) -> None:
+    steps = [rewriting(stage, how) for how in ("copied", "untouched")]
+    torch.testing.assert_close(steps[0], steps[1] - 0.5, rtol=0, atol=0.05)

@@ -736,7 +736,7 @@ class TrainStep:
             sharded.check_branches()
         clip = float(config.gradient_clipping)
         unused = None if config.zero_optimization.ignore_unused_parameters else reducer.unused()
-        refused = float(bool(unused) or self._unscaled)
+        refused = float(bool(unused) or self._unscaled) + sharded.look_for_lost()
         probe = None if self._computes_norm else formed
         non_finite: float | torch.Tensor = 0.0 if probe is None else self._non_finite.flag(probe)
         losses = self._window.loss_facts() if self._shows_loss else []
@@ -825,8 +825,8 @@ class TrainStep:
     def read_pending(self) -> None:
         """Read the previous step's all-reduce, if not read yet (all ranks call)."""
         pending, self._pending = self._pending, None
-        if pending is not None:
-            self._evaluate(pending[0].read(), pending[1], pending[2], late=True)
+        if pending is not None and self._evaluate(pending[0].read(), pending[1], pending[2], late=True).refused:
+            self._refuse([])
 
     def _evaluate(self, values: list[float], gradients: StepGradients | None, normed: bool, *, late: bool) -> _Reduced:
         reduced, norm = (values[:-1], values[-1]) if normed else (values, None)
@@ -878,8 +878,16 @@ class TrainStep:
 
     def _refuse(self, unused: list[str]) -> None:
         """Raise the same error on every rank; `unused`: names of parameters without a gradient on this rank."""
-        gathered = self._job.exchange((self._unscaled, unused), "step")
-        unscaled = [rank for rank, (found, _) in enumerate(gathered) if found]
+        gathered = self._job.exchange((self._unscaled, unused, self._sharded.take_lost()), "step")
+        lost = sorted({name for *_, names in gathered for name in names})
+        if lost:
+            raise UsageError(
+                f"parameters of {', '.join(lost)} have been changed through another tensor of the same memory (such as "
+                "`parameter.data`), which the engine does not see: the values come from shards or master weights, so "
+                "the changes would be lost. Change the parameters themselves: `with torch.no_grad(): "
+                "parameter.copy_(values)`; at stage 3 outside of forward() in `with engine.gathered():`"
+            )
+        unscaled = [rank for rank, (found, *_) in enumerate(gathered) if found]
         if unscaled:
             raise UsageError(
                 f"engine.step(): on ranks {unscaled} gradients of this window do not have the loss scale (now "
@@ -888,7 +896,9 @@ class TrainStep:
                 "backward(loss) has applied its own scale. Call engine.zero_grad() after such a pass, or use "
                 "engine.backward(loss) on such losses; engines that step on one loss need one fp16.loss_scale"
             )
-        missing = "; ".join(f"on rank {rank} {', '.join(names)}" for rank, (_, names) in enumerate(gathered) if names)
+        missing = "; ".join(
+            f"on rank {rank} {', '.join(names)}" for rank, (_, names, _) in enumerate(gathered) if names
+        )
         raise UsageError(
             "zero_optimization.ignore_unused_parameters is false and these parameters have received no gradient since "
             f"the last step: {missing}. Freeze them (requires_grad_(False)), use them, or leave the key out: they then "

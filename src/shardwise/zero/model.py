@@ -74,7 +74,7 @@ from shardwise.zero.units.layout import lay_out
 from shardwise.zero.units.partition import find_units
 from shardwise.zero.units.plan import Plan
 from shardwise.zero.units.presence import Presence
-from shardwise.zero.units.unit import Unit
+from shardwise.zero.units.unit import Unit, UnitState
 from shardwise.zero.updates.comm_optimizer import CommUpdate
 from shardwise.zero.updates.local_sgd import LocalSgdUpdate, check_local
 from shardwise.zero.updates.owner_sharded import WholeUpdate
@@ -88,6 +88,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _RESTART = "Restart the job from the last checkpoint"
+
+_WATCHED_EVERY = 16
+"""Windows after which changes that no version counter shows are looked for again, after the first two windows."""
 
 _DESTROYED = (
     "the engine has been destroyed, and its model is a plain one again; pass the model to shardwise.initialize() for a "
@@ -158,7 +161,7 @@ class ShardedModel:
         self.optimizer = optimizer
         self.engine: weakref.ref[Any] | None = None
         self.stepped = False
-        self.values_version = 0
+        self.values_version = self._windows = 0
         self._driver: Driver = Alone()
         self.build(sharding)
 
@@ -177,12 +180,14 @@ class ShardedModel:
         self.closed = self.failed = ""
         self.pinned = 0
         self.presence = Presence()
-        self._order_agreed = False
+        self._order_agreed = self._watched = False
         self.copied: Copied | None = None
         self._note_process()
         orders = self._build_units(sources)
         self._build_passes()
         self._build_guards()
+        self._watch()
+        self._note_resident()
         self.model_pass.set_order([orders] * len(self.model_pass.chunks))
         # Owners of unsharded tensors send to all ranks.
         whole_tensors = bool(self.stepping.whole) and self.plan.shard_optimizer
@@ -525,6 +530,7 @@ class ShardedModel:
                 unit.wait_for_unshard()
                 with self.state.acquired([unit]):
                     self.update.refresh(unit, self.guards.loaded)
+                unit.note_values()
         self.guards.note()
 
     def share_changes(self) -> None:
@@ -585,6 +591,41 @@ class ShardedModel:
         self.values_version += 1
         torch.autograd.graph.increment_version(self._trainable)
         self.guards.note()
+        self._note_resident()
+
+    def _note_resident(self) -> None:
+        if self._watched:
+            for unit in self.units:
+                if not unit.sharded and unit.state is UnitState.UNSHARDED:
+                    unit.note_values()
+
+    def look_for_lost(self) -> float | torch.Tensor:
+        """Return a positive number if the window has changed parameters such that the step overwrites the changes.
+
+        No version counter shows them (`p.data.copy_(...)`), so all values are read, in some windows only.
+        """
+        if self._watched:
+            changed = self.guards.changed()
+            for unit in self.units:
+                if not unit.sharded and not any(tensor.index in changed for tensor in unit.tensors):
+                    unit.look_for_lost()
+        found = [unit.lost for unit in self.units if unit.lost is not None]
+        self._windows += 1
+        self._watch()
+        return torch.stack(found).sum().double() if found else 0.0
+
+    def take_lost(self) -> list[str]:
+        """Return the names of units with lost changes, and forget these."""
+        names = [unit.name for unit in self.units if unit.lost is not None and bool(unit.lost)]
+        for unit in self.units:
+            unit.lost = None
+        return names
+
+    def _watch(self) -> None:
+        """Decide whether the window that begins is watched."""
+        self._watched = self.update is not None and (self._windows < 2 or self._windows % _WATCHED_EVERY == 0)
+        for unit in self.units:
+            unit.watched = self._watched
 
     def check_branches(self) -> None:
         """Compare the units that ranks have used since the last step, their order and counts, in one small all-reduce.

@@ -202,6 +202,7 @@ class ShardedState:
                 self._model.domain.gathers.follow()
                 unit.gather_whole("explicit").wait()
                 unit.rounded = False
+                unit.note_values()
         self._model.values_changed()
         self._model.shards_written()
 

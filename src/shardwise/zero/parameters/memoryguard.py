@@ -17,7 +17,7 @@ from shardwise.compat import never_compiled, without_overrides
 from shardwise.errors import UsageError
 from shardwise.registry import Registry
 from shardwise.utils.logging import warn_once
-from shardwise.zero.units.unit import Unit
+from shardwise.zero.units.unit import Unit, moved_out
 
 _ADVICE = "Change the model before initialize(), or call engine.refresh() after the change"
 
@@ -115,11 +115,7 @@ class MemoryGuard:
                 for slot in section.layout.slots:
                     parameter = self._registry.parameters[slot.index]
                     if slot.numel and slot.index not in resized and not _share(parameter, section.full):
-                        raise UsageError(
-                            f"the values of parameter {self._registry[slot.index].name!r} have been moved out of the "
-                            "memory that the engine steps, by an assignment to its data. Copy into it instead: "
-                            "`with torch.no_grad(): parameter.copy_(values)`"
-                        )
+                        raise moved_out(self._registry[slot.index].name)
 
 
 def _share(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -324,6 +324,18 @@ class FlatParamStorage:
             self.tiered_shard.in_place(self.shard)
 
 
+def sum_of_bits(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a 1-D tensor's bytes, read as integers, as a 0-D tensor on its device.
+
+    >>> ones = torch.ones(5)
+    >>> bool(sum_of_bits(ones) == sum_of_bits(torch.ones(5))), bool(sum_of_bits(ones) == sum_of_bits(2 * ones))
+    (True, False)
+    """
+    raw = values.detach().view(torch.uint8)
+    whole = raw.numel() // 8 * 8 if raw.storage_offset() % 8 == 0 else 0
+    return raw[:whole].view(torch.int64).sum() + raw[whole:].sum()
+
+
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return True if two 1-D tensors of one dtype and device have equal bytes (NaN equals itself)."""
     return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))

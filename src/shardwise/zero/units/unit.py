@@ -13,13 +13,13 @@ from torch import nn
 from shardwise.comm.collective_queue import Work
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domain
-from shardwise.compat import is_shared, never_compiled, share_memory, version_of, without_overrides
+from shardwise.compat import fake_tensor, is_shared, never_compiled, share_memory, version_of, without_overrides
 from shardwise.device.ranges import named
 from shardwise.errors import UsageError
 from shardwise.memory.places import Acquisition, acquiring
 from shardwise.registry import LogicalTensor, Registry
 from shardwise.zero.units import released
-from shardwise.zero.units.flat_param import FlatParamStorage, same_bits
+from shardwise.zero.units.flat_param import FlatParamStorage, same_bits, sum_of_bits
 from shardwise.zero.units.layout import GroupRange
 from shardwise.zero.units.sources import GatherSource, SecondShardSource, ShardSource
 
@@ -45,6 +45,14 @@ class UnshardReason(Enum):
     """Evaluation, updated values, or access by the script."""
 
 
+def moved_out(name: str) -> UsageError:
+    """Return the error of a parameter whose data the script has assigned to."""
+    return UsageError(
+        f"the values of parameter {name!r} have been moved out of the memory that the engine steps, by an assignment "
+        "to its data. Copy into it instead: `with torch.no_grad(): parameter.copy_(values)`"
+    )
+
+
 class Unit:
     """Parameters that are unsharded, reduced and stepped together; its flat parameters have the memory.
 
@@ -64,6 +72,8 @@ class Unit:
         second_valid: whether secondary shards have the current values.
         rounded: whether the unsharded values come from `codes`.
         dropped: names of parameters that were changed in place while their values were rounded.
+        watched: whether changes that no version counter shows (through `p.data`) are looked for.
+        lost: True on the device if there was such a change, which the next step overwrites; None: none looked for.
     """
 
     def __init__(
@@ -101,9 +111,13 @@ class Unit:
         self.second_valid = False
         self.rounded = False
         self.dropped: list[str] = []
+        self.watched = False
+        self.lost: torch.Tensor | None = None
         self._second_follows = False
         self._source: GatherSource = self.exact
         self._versions: list[int] = []
+        self._addresses: list[int] = []
+        self._sums: list[torch.Tensor] = []
         self._handle: Work | None = None
         self._arrived: Work | None = None
         self._refreshing: Work | None = None
@@ -273,6 +287,7 @@ class Unit:
             link.wait()
         if not self._source.fills:
             self._complete()
+        self.note_values()
 
     def fetched(self, purpose: UnshardReason) -> None:
         """Complete a copy from the shards of peers: round the values as the all-gather of the peers does."""
@@ -383,9 +398,37 @@ class Unit:
         self.guard()
 
     def note(self) -> None:
-        """Take the current values of a sharded unit as unchanged."""
+        """Take the current values as unchanged."""
         if self.sharded:
-            self._versions = self._read_versions()
+            self._versions, self._addresses = self._read_versions(), self._read_addresses()
+        self.note_values()
+
+    def note_values(self) -> None:
+        """Take values that the engine has written as unchanged, for `look_for_lost`."""
+        self._sums = [sum_of_bits(section.full) for section in self._kept_elsewhere] if self.watched else []
+
+    def look_for_lost(self) -> None:
+        """Compare the values with those of `note_values`; the result is `lost`."""
+        for section, before in zip(self._kept_elsewhere, self._sums, strict=False):
+            found = sum_of_bits(section.full) != before
+            self.lost = found if self.lost is None else self.lost | found
+
+    @cached_property
+    def _kept_elsewhere(self) -> list[FlatParamStorage]:
+        """Flat parameters whose values come from other memory (a shard, master weights)."""
+        found = self.sections if self.sharded else [s for s in self.trainable if not s.master_is_parameter]
+        return [] if self._is_imagined else list(found)
+
+    @cached_property
+    def _is_imagined(self) -> bool:
+        fake = fake_tensor()
+        return fake is not None and isinstance(self.sections[0].full, fake)
+
+    def _read_addresses(self) -> list[int]:
+        if self._is_imagined:
+            return []
+        with without_overrides():
+            return list(map(torch.Tensor.data_ptr, self.parameters))
 
     def _read_versions(self) -> list[int]:
         with without_overrides():
@@ -395,8 +438,12 @@ class Unit:
         """Store changes in place that `forward` has made (a codebook, a clamped weight), the same on all ranks.
 
         Changes of rounded values are dropped, because rounding hides them; an error gives the names.
+        Raises UsageError if `forward` has assigned to the data of a parameter.
         """
+        if self._addresses != self._read_addresses():
+            self._refuse_assigned()
         if not self._versions or self._versions == self._read_versions():
+            self.look_for_lost()
             return
         if self.rounded:
             self.dropped += self._changed_in_place()
@@ -412,13 +459,30 @@ class Unit:
         now = zip(self.tensors, self._versions, self._read_versions(), strict=True)
         return [tensor.name for tensor, before, after in now if before != after]
 
+    def _assigned(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yield parameters that a script has assigned data of the same shape to, with their views of flat buffers."""
+        for parameter, section, place in self._places:
+            if parameter.shape == place[0] and not share_memory(parameter, section.full):
+                yield parameter, section.full.as_strided(*place)
+
     @never_compiled
     def take_assigned(self) -> None:
         """Copy values that a script has assigned (`p.data = values`, of the same shape) to the flat buffers."""
         with without_overrides(), torch.no_grad():
-            for parameter, section, place in self._places:
-                if parameter.shape == place[0] and not share_memory(parameter, section.full):
-                    section.full.as_strided(*place).copy_(parameter.data)
+            for parameter, values in self._assigned():
+                values.copy_(parameter.data)
+                parameter.data = values
+
+    @never_compiled
+    def _refuse_assigned(self) -> None:
+        with without_overrides():
+            assigned = list(self._assigned())
+            for parameter, values in assigned:
+                parameter.data = values
+        for parameter, _ in assigned:
+            tensor = self.registry.find(parameter)
+            assert tensor is not None
+            raise moved_out(tensor.name)
 
     def changed(self) -> list[str]:
         """Return the names of parameters of a sharded unit that were changed since `note`.
