@@ -216,3 +216,20 @@ def test_changes_through_aliases_that_a_step_would_overwrite_raise_on_every_rank
 def test_changes_through_aliases_reach_parameters_that_have_no_masters(stage: int) -> None:
     steps = [rewriting(stage, how) for how in ("copied", "untouched")]
     torch.testing.assert_close(steps[0], steps[1] - 0.5, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_step_that_is_not_taken_leaves_nothing_to_find(stage: int) -> None:
+    model = Rewriting("untouched")
+    engine = engine_of(
+        model, stage, torch.optim.SGD(model.parameters(), lr=0.1), fp16={"enabled": True, "initial_scale_power": 2}
+    )
+    for step in range(20):
+        if step in (1, 15):  # before windows in which changes are looked for
+            x = torch.full((2, 8), float("inf"), dtype=torch.float16)
+        else:
+            x = torch.full((2, 8), 1.0 + dist.get_rank(), dtype=torch.float16)
+        engine.backward(engine(x))
+        engine.step()
+    assert engine.skipped_steps == 2

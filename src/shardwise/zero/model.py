@@ -625,7 +625,7 @@ class ShardedModel:
         """Decide whether the window that begins is watched."""
         self._watched = self.update is not None and (self._windows < 2 or self._windows % _WATCHED_EVERY == 0)
         for unit in self.units:
-            unit.watched = self._watched
+            unit.watch(self._watched)
 
     def check_branches(self) -> None:
         """Compare the units that ranks have used since the last step, their order and counts, in one small all-reduce.

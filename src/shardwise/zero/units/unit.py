@@ -72,7 +72,6 @@ class Unit:
         second_valid: whether secondary shards have the current values.
         rounded: whether the unsharded values come from `codes`.
         dropped: names of parameters that were changed in place while their values were rounded.
-        watched: whether changes that no version counter shows (through `p.data`) are looked for.
         lost: True on the device if there was such a change, which the next step overwrites; None: none looked for.
     """
 
@@ -111,10 +110,10 @@ class Unit:
         self.second_valid = False
         self.rounded = False
         self.dropped: list[str] = []
-        self.watched = False
         self.lost: torch.Tensor | None = None
         self._second_follows = False
         self._source: GatherSource = self.exact
+        self._watched = False
         self._versions: list[int] = []
         self._addresses: list[int] = []
         self._sums: list[torch.Tensor] = []
@@ -403,9 +402,15 @@ class Unit:
             self._versions, self._addresses = self._read_versions(), self._read_addresses()
         self.note_values()
 
+    def watch(self, watched: bool) -> None:
+        """Decide whether changes that no version counter shows (through `p.data`) are looked for from now on."""
+        self._watched = watched
+        if not watched:
+            self._sums = []
+
     def note_values(self) -> None:
         """Take values that the engine has written as unchanged, for `look_for_lost`."""
-        self._sums = [sum_of_bits(section.full) for section in self._kept_elsewhere] if self.watched else []
+        self._sums = [sum_of_bits(section.full) for section in self._kept_elsewhere] if self._watched else []
 
     def look_for_lost(self) -> None:
         """Compare the values with those of `note_values`; the result is `lost`."""
