@@ -200,6 +200,10 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_pending(tmp_path: Pa
     engine = run.engine
     with pytest.raises(UsageError, match="asynchronous is False on rank 0 and True on rank 1"):
         engine.save_checkpoint(tmp_path, asynchronous=rank() == 1)
+    with pytest.raises(UsageError, match="exclude_frozen_parameters is False on rank 0 and True on rank 1"):
+        engine.save_checkpoint(tmp_path, exclude_frozen_parameters=rank() == 1)
+    with pytest.raises(CheckpointError, match=r"client_state: expected a dictionary, found an object of .*list"):
+        engine.save_checkpoint(tmp_path, asynchronous=True, client_state=["x"])
     told = "are free for it" if rank() == 1 else "failed on rank 1"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match=told):
         if rank() == 1:

@@ -381,6 +381,19 @@ def test_a_shared_buffer_is_found_under_any_of_its_names(tmp_path: Path) -> None
         assert engine.module.a.mask.tolist() == engine.module.b.mask.tolist() == [0.5] * 3
 
 
+@pytest.mark.parametrize("stage", [2, thorough(3)])
+@on_ranks(2)
+def test_training_goes_on_after_a_load_in_inference_mode(stage: int, tmp_path: Path) -> None:
+    first, other = Run(config(stage), noise=False), Run(config(stage), seed=2, noise=False).until(1)
+    first.step()
+    first.engine.save_checkpoint(tmp_path)
+    with torch.inference_mode():
+        other.load(tmp_path)
+    first.step()
+    other.step()
+    assert differences(first.fingerprint(), other.fingerprint()) == []
+
+
 # -- what is damaged or does not fit -----------------------------------------------------------------------------------
 
 

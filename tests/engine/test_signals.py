@@ -71,6 +71,15 @@ def one_rank_is_told(root: str, stage: int, dtype: str) -> None:
     run.engine.check_signals()
     assert CheckpointDirectory(root).latest() == "global_step5"
     silent.engine.check_signals()  # which watches nothing
+
+    # Where the script's function fails on one rank.
+    run.engine.provide_client_state(lambda: {"seen": 1 // (1 - rank)})
+    if rank == 1:
+        os.kill(os.getpid(), getattr(signal, GO_ON))
+    dist.barrier()
+    os.unlink(f"{root}/latest") if rank == 0 else None
+    run.engine.check_signals()
+    assert not os.path.exists(f"{root}/latest")
     run.engine.destroy()
     assert {name: signal.getsignal(getattr(signal, name)) for name in (END, GO_ON)} == before
 

@@ -50,7 +50,7 @@ def encode(value: Any, path: str, store_tensor: StoreTensor, depth: int = 0) -> 
     {'best': {'$float': 'inf'}, 'shape': {'$tuple': [2, 3]}}
     """
     if depth > _DEEPEST:
-        raise CheckpointError(f"{path}: nested more than {_DEEPEST} deep; does it contain itself?")
+        raise CheckpointError(f"{path:.200}: nested more than {_DEEPEST} deep; does it contain itself?")
     kind = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value

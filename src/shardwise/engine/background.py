@@ -133,14 +133,15 @@ def saved_bytes(sharded: ShardedModel, state: int) -> int:
     return size + (state * saved // trained if trained else 0)
 
 
-def check_same_way(given: list[bool]) -> None:
-    """Raise a UsageError on all ranks if they differ in `asynchronous`."""
-    other = next((rank for rank, way in enumerate(given) if way != given[0]), None)
-    if other is not None:
-        raise UsageError(
-            f"save_checkpoint(): asynchronous is {given[0]} on rank 0 and {given[other]} on rank {other}; pass the "
-            "same on every rank"
-        )
+def check_same_way(given: list[dict[str, bool]]) -> None:
+    """Raise a UsageError on all ranks if they differ in an argument."""
+    for rank, arguments in enumerate(given):
+        for name, value in arguments.items():
+            if value != given[0][name]:
+                raise UsageError(
+                    f"save_checkpoint(): {name} is {given[0][name]} on rank 0 and {value} on rank {rank}; pass the "
+                    "same on every rank"
+                )
 
 
 def statistics(path: str, size: int, seconds: float) -> str:

@@ -157,9 +157,10 @@ class Checkpoints:
             )
             self.check_can_save()
             self._tell_of_window()
-            state = self.training_state({} if client_state is None else dict(client_state))
+            state = self.training_state({} if client_state is None else client_state)
             request = replace(request, layout={**self.numbers.layout(state.counters), **request.layout})
-            begun.local = [parent, background]
+            same = {"asynchronous": background, "exclude_frozen_parameters": bool(exclude_frozen_parameters)}
+            begun.local = [parent, same]
         request = replace(request, directory=_one_directory([said[0] for said in begun.gathered], self._job.rank))
         check_same_way([said[1] for said in begun.gathered])
         self._last_in_background = background
@@ -276,6 +277,7 @@ class Checkpoints:
         self.numbers.see(agreed.gathered[0])  # later saves are numbered after all existing ones
         return self.restore(parent, checked, options, load_lr_scheduler_states, custom_load_fn)
 
+    @torch.inference_mode(False)  # because the next step changes the loaded state
     def restore(
         self,
         parent: str,
@@ -402,8 +404,10 @@ class Checkpoints:
         local = {} if self._sharded.local is None else {"local_sgd": self._sharded.local.layout()}
         return {"stage": self._sharded.plan.stage, "dtype": name_of(compute), **named, **local}
 
-    def training_state(self, client: dict[str, Any]) -> TrainingState:
+    def training_state(self, client: Mapping[str, Any]) -> TrainingState:
         """Return the state to be saved besides parameters and optimizer; `client` is the script's state."""
+        if not isinstance(client, Mapping):
+            raise CheckpointError(f"client_state: expected a dictionary, found an object of {type(client)}")
         scheduler = self._step.lr_scheduler
         if scheduler is not None and not hasattr(scheduler, "state_dict"):
             raise CheckpointError(
@@ -412,7 +416,7 @@ class Checkpoints:
             )
         loader = self._batches.training_dataloader
         return TrainingState(
-            client=client,
+            client=dict(client),
             rank={
                 PLACE: {name: list(pair) for name, pair in self._sharded.sharding.place.items()},
                 "rng": rng.capture(self._sharded.device),

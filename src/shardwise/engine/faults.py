@@ -145,8 +145,8 @@ class FaultTolerance:
             )
         self._given_client_state = function
 
-    def _client_state(self) -> dict[str, Any]:
-        return dict(self._given_client_state()) if self._given_client_state is not None else {}
+    def _client_state(self) -> Mapping[str, Any]:
+        return {} if self._given_client_state is None else self._given_client_state()
 
     # -- signals -----------------------------------------------------------------------------------------------------
 
@@ -228,10 +228,10 @@ class FaultTolerance:
             if self._job.rank == 0:
                 logger.error("%s", error)
         try:
+            with collective_step(self._job, "the function given to provide_client_state()"):
+                client = self._client_state()
             # Synchronous, because the job may be killed soon.
-            self._checkpoints.save_checkpoint(
-                self._save_on_signal_to, client_state=self._client_state(), asynchronous=False
-            )
+            self._checkpoints.save_checkpoint(self._save_on_signal_to, client_state=client, asynchronous=False)
         except Exception as error:
             goes_on = not ends and isinstance(error, CheckpointError)
             if self._job.rank == 0:
