@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import shutil
 import subprocess
 import sys
@@ -223,6 +224,19 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_pending(tmp_path: Pa
         engine.wait_for_checkpoint()
     barrier()
     assert sorted(os.listdir(tmp_path)) == ["global_step0", "global_step1", "latest"]
+
+
+@on_ranks(2)
+def test_a_script_may_change_its_working_directory_after_a_save(tmp_path: Path) -> None:
+    engine = Run(config(1), seed=1).engine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        engine.checkpoint_on_signal("runs", save_on=["SIGUSR2"])
+        engine.save_checkpoint("runs", "first", asynchronous=True)
+    assert engine.wait_for_checkpoint() == f"{tmp_path}/runs/first"
+    os.kill(os.getpid(), signal.SIGUSR2)
+    engine.check_signals()
+    verify(f"{tmp_path}/runs/global_step0")
 
 
 @on_ranks(2)

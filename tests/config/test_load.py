@@ -22,7 +22,7 @@ def test_every_form_gives_the_same_dictionary(tmp_path: Path) -> None:
     file.write_text(TEXT)
     encoded = base64.urlsafe_b64encode(TEXT.encode()).decode()
     plain = base64.b64encode(TEXT.encode()).decode()
-    for source in (CONFIG, file, str(file), encoded, plain, TEXT, "  \n" + TEXT):
+    for source in (CONFIG, file, str(file), encoded, plain, TEXT, "  \n" + TEXT, "# a\n/* {\n*/ // b\n" + TEXT):
         assert load(source) == CONFIG, source
 
 

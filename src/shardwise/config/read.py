@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from shardwise.errors import ConfigError
 from .jsonc import DEEPEST, JSONSyntaxError, Members, parse
 from .problems import Note, Path, Problem, dotted, raise_problems
 
+_OBJECT = re.compile(r"\ufeff?(\s|//[^\n]*\n|#[^\n]*\n|/\*([^*]|\*(?!/))*\*/)*\{")
+"""Beginning of a JSON object, comments included."""
 _MOST_BITS = 1023
 """Maximum bits of an integer that can be converted to a float."""
 
@@ -115,7 +118,7 @@ def _copy(value: Any, path: Path, around: tuple[int, ...], problems: list[Proble
 
 
 def _from_string(source: str) -> Document:
-    if source.lstrip()[:1] == "{":
+    if _OBJECT.match(source):
         return _from_text(source, "the JSON text")
     if _is_file(source):
         return _from_file(FilePath(source))
@@ -142,7 +145,7 @@ def _decode_base64(text: str) -> str | None:
         decoded = base64.b64decode(compact, altchars=b"-_", validate=True).decode("utf-8")
     except (binascii.Error, ValueError):
         return None
-    return decoded if decoded.lstrip()[:1] in ("{", "/", "#") else None
+    return decoded if _OBJECT.match(decoded) else None
 
 
 def _from_file(path: FilePath) -> Document:

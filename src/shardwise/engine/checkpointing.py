@@ -139,7 +139,8 @@ class Checkpoints:
         self._step.read_pending()
         background = config.checkpoint.in_background if asynchronous is None else bool(asynchronous)
         with collective_step(self._job, "save_checkpoint") as begun:
-            parent = directory.check_directory(save_dir, "save_dir")
+            # Absolute, because a script may change its working directory while a thread writes.
+            parent = os.path.abspath(directory.check_directory(save_dir, "save_dir"))
             request = SaveRequest(
                 directory=parent,
                 tag=directory.check_tag(f"global_step{self._step.global_steps}" if tag is None else tag),

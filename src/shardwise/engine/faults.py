@@ -187,7 +187,7 @@ class FaultTolerance:
         """
         self._sharded.check_open("engine.checkpoint_on_signal()")
         with collective_step(self._job, "checkpoint_on_signal") as agreed:
-            parent = directory.check_directory(save_dir, "save_dir")
+            parent = os.path.abspath(directory.check_directory(save_dir, "save_dir"))
             ends = {signal_named(name) for name in exit_on}
             saves = {signal_named(name) for name in save_on}
             both = sorted(number.name for number in ends & saves)
