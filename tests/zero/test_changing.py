@@ -211,6 +211,28 @@ def test_changes_through_aliases_that_a_step_would_overwrite_raise_on_every_rank
     assert torch.equal(rewriting(stage, "undone", **config), rewriting(stage, "untouched", **config))
 
 
+class Branching(nn.Module):
+    """Uses `layers[1]` on one rank only, and `layers[2]` never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[: 1 + dist.get_rank()]:
+            x = layer(x)
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("config", [_BF16, _OFFLOADED], ids=str)
+@on_ranks(2)
+def test_layers_that_are_not_used_have_not_changed(config: dict[str, Any]) -> None:
+    engine = engine_of(model := Branching(), 2, torch.optim.AdamW(model.parameters(), lr=0.1), **config)
+    for _ in range(4):
+        engine.backward(engine(torch.ones(2, 8, dtype=model.layers[0].weight.dtype)))
+        engine.step()
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @on_ranks(2)
 def test_changes_through_aliases_reach_parameters_that_have_no_masters(stage: int) -> None:

@@ -593,11 +593,12 @@ class ShardedModel:
         self.guards.note()
         self._note_resident()
 
+    def _unsharded_between_passes(self) -> list[Unit]:
+        return [unit for unit in self.units if not unit.sharded and unit.state is UnitState.UNSHARDED]
+
     def _note_resident(self) -> None:
-        if self._watched:
-            for unit in self.units:
-                if not unit.sharded and unit.state is UnitState.UNSHARDED:
-                    unit.note_values()
+        for unit in self._unsharded_between_passes() if self._watched else ():
+            unit.note_values()
 
     def look_for_lost(self) -> float | torch.Tensor:
         """Return a positive number if the window has changed parameters such that the step overwrites the changes.
@@ -606,8 +607,8 @@ class ShardedModel:
         """
         if self._watched:
             changed = self.guards.changed()
-            for unit in self.units:
-                if not unit.sharded and not any(tensor.index in changed for tensor in unit.tensors):
+            for unit in self._unsharded_between_passes():  # an all-gather may still fill those that no pass has used
+                if not any(tensor.index in changed for tensor in unit.tensors):
                     unit.look_for_lost()
         found = [unit.lost for unit in self.units if unit.lost is not None]
         self._windows += 1
