@@ -282,6 +282,10 @@ def test_groups_of_new_parameters() -> None:
     unfreeze(model)
     with pytest.raises(UsageError, match=r"(?s)none has these parameters: layers.0.weight.*param_groups=\["):
         engine.refresh()
+    engine.optimizer.add_param_group({"params": list(model.layers[0].parameters())})
+    with pytest.raises(UsageError, match=r"has 3 parameter groups, and had 2 .*param_groups\[2:\]"):
+        engine.refresh()
+    del engine.optimizer.param_groups[2:]
     engine.refresh(param_groups=[{"params": list(model.layers[0].parameters()), "lr": 0.0}])
     before = engine.module_state_dict()
     train(engine, 1, 1)

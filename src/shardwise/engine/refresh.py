@@ -178,8 +178,15 @@ def _plan(sharded: ShardedModel, step: TrainStep, param_groups: Sequence[Mapping
         ),
         [sharded.registry.parameters[index] for index in sorted(resized)],
     )
-    if not has_optimizer:
+    if sharded.optimizer is None:
         return plan
+    if len(sharded.optimizer.param_groups) != len(sharded.client_groups):
+        raise UsageError(
+            f"engine.refresh(): the optimizer has {len(sharded.optimizer.param_groups)} parameter groups, and had "
+            f"{len(sharded.client_groups)} when the engine was built. Remove those that were added "
+            f"(del optimizer.param_groups[{len(sharded.client_groups)}:]), and pass them as "
+            "engine.refresh(param_groups=[...])"
+        )
     replaced = {t.name: now[t.name] for key, t in known.items() if key not in present and t.name in now}
     for group in sharded.client_groups:
         kept = [p if id(p) in present else replaced.get(known[id(p)].name) for p in group if id(p) in known]
