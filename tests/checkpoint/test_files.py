@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from shardwise.checkpoint import Checkpoint, reader, safetensors_reader, safetensors_writer, save
+from shardwise.checkpoint import Checkpoint, reader, safetensors_writer, save
 from shardwise.checkpoint.checksums import crc32
 from shardwise.checkpoint.formats.torch_save_writer import StateFileWriter
 from shardwise.checkpoint.safetensors_reader import DTYPE_NAMES, Spec, TensorFile
@@ -256,23 +256,3 @@ def test_threads_read_and_verify_as_one_does(tmp_path: Path, monkeypatch: pytest
     change_a_byte(next(path.glob("rank00001*")))
     with Checkpoint(str(path)) as saved, pytest.raises(CheckpointError, match="they hold"):
         saved.verify(saved.blocks())
-
-
-@pytest.mark.parametrize(("window", "requests"), [(128 << 10, 5), (8 << 20, 0)])
-def test_bytes_are_requested_ahead_where_the_system_does_not(
-    window: int, requests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    values = torch.arange(10 << 20, dtype=torch.int32)  # 40 MiB
-    path = str(tmp_path / "a.safetensors")
-    write_tensors(path, {"x": values})
-    asked: list[int] = []
-    monkeypatch.setattr(safetensors_reader, "_window", lambda device: window)
-    monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, place, size, advice: asked.append(place))
-    with TensorFile(path) as file:
-        out = torch.empty_like(values)
-        file.checksum(*file.span("x"), out)
-    assert torch.equal(out, values) and len(asked) == requests
-
-
-def test_the_window_of_a_device_that_is_unknown_is_zero() -> None:
-    assert safetensors_reader._window(os.makedev(0, 0)) == 0 <= safetensors_reader._window(os.stat("/").st_dev)

@@ -8,14 +8,11 @@ error has a message.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -53,10 +50,7 @@ STEP = 512 << 10
 """Bytes that are verified at a time: few enough to stay in a core's cache between reading and hashing."""
 
 _AHEAD = 8 << 20
-"""Bytes requested from the system before they are needed, where its own window (`_window`) is smaller than a quarter.
-
-With a window of 128 KiB, Linux's default, reads reach a third of a disk's rate; with 8 MiB requests cost a third of it.
-"""
+"""Bytes requested from the system before they are needed. Linux's own guesses reach a third of a disk's rate."""
 
 MOST_DIMENSIONS = 64
 MOST_ELEMENTS = 1 << 48
@@ -91,16 +85,6 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-@functools.cache
-def _window(device: int) -> int:
-    """Return the bytes that the system reads ahead of sequential reads from a device; 0 if unknown."""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for place in (f"class/bdi/{number}", f"dev/block/{number}/../queue"):  # a disk or a server, a partition
-        with contextlib.suppress(OSError, ValueError):
-            return int(Path(f"/sys/{place}/read_ahead_kb").read_text()) << 10
-    return 0
-
-
 class TensorFile:
     """A file of tensors opened for reading ranges of elements.
 
@@ -121,8 +105,6 @@ class TensorFile:
             self._descriptor = open_to_read(path)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
-        small = _window(os.fstat(self._descriptor).st_dev) < _AHEAD // 4
-        self._requests = small and hasattr(os, "posix_fadvise")
         try:
             self.specs, self._begins, self.data = self._parse()
         except BaseException:
@@ -212,7 +194,7 @@ class TensorFile:
         stage = torch.empty(min(STEP, end - begin) if out is None else 0, dtype=torch.uint8, device="cpu")
         data, found = bytes_of(stage if out is None else out.detach()), 0
         for place in range(begin, end, STEP):
-            if self._requests and (place - begin) % _AHEAD == 0:
+            if (place - begin) % _AHEAD == 0 and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._descriptor, place, min(2 * _AHEAD, end - place), os.POSIX_FADV_WILLNEED)
             first = 0 if out is None else place - begin
             piece = data[first : first + min(STEP, end - place)]
