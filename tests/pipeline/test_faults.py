@@ -175,6 +175,15 @@ def test_pipelines_that_cannot_be_built_are_refused(stages: int, section: dict[s
     assert text in str(error.value)
 
 
+@on_ranks(2)
+def test_an_optimizer_of_other_parameters_is_refused_on_every_rank() -> None:
+    alone = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
+    optimizer = alone if dist.get_rank() == 0 else partial(torch.optim.SGD, lr=0.1)
+    setting = Setting(2, given=lambda s: {"model": model_of(s.stages, s.made, s.loss), "optimizer": optimizer})
+    with pytest.raises(UsageError if dist.get_rank() == 0 else DesyncError, match=r"not in the model.*callable"):
+        engine_of(setting)
+
+
 LOSSES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], str]] = {
     "vector": (lambda output, ids: output.sum(-1), "the loss is a tensor of shape (2, 5)"),
     "nothing": (lambda output, ids: None, "the loss is a NoneType"),

@@ -124,6 +124,7 @@ from shardwise.precision.float8 import train_in_float8
 from shardwise.precision.scaler import LossScaler
 from shardwise.units import parse_size
 from shardwise.utils.logging import logger, warn_once
+from shardwise.zero.build import check_optimizer
 from shardwise.zero.model import ShardedModel, Sharding
 from shardwise.zero.parameters.init import built_for_codes, spread_from_first, suspended
 from shardwise.zero.passes.reduce import CopiesElsewhere
@@ -328,6 +329,8 @@ def _build(undo: contextlib.ExitStack, given: EngineArguments) -> EngineParts:
         made = make_optimizer(
             settings, optimizer, model_parameters, model, device, policy.compute_dtype, of_a_part=part
         )
+        if made is not None:
+            check_optimizer(made, model, of_a_part=part)
         prepared = prepare_optimizer(made, resolution, masters=policy.masters)
         return made, prepared, make_scheduler(settings, lr_scheduler, made)
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.domain import Domain, Domains
@@ -233,15 +234,20 @@ def connect_domains(
         domain.connect(finest, trained=trained, registered=registered)
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, registry: Registry, model: str) -> None:
-    """Raise UsageError for parameters of the optimizer outside of the model, because no rank would step them."""
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, *, of_a_part: bool = False) -> None:
+    """Raise UsageError for parameters of the optimizer outside of the model, because no rank would step them.
+
+    `of_a_part`: `model` is a pipeline stage.
+    """
+    known = set(map(id, model.parameters()))
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if registry.find(parameter) is None:
+            if id(parameter) not in known:
+                whole = "Put it into a module of the model, or give it an optimizer of its own"
+                stage = "A rank of a pipeline has the parameters of its stage: pass a callable that makes the optimizer"
                 raise UsageError(
-                    f"group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that is "
-                    f"not in the model ({model}). Put it into a module of the model, or give it an optimizer "
-                    "of its own."
+                    f"group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in "
+                    f"the model ({type(model).__name__}). {stage if of_a_part else whole}"
                 )
 
 

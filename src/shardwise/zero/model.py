@@ -220,7 +220,7 @@ class ShardedModel:
             module, compute_dtype=self.policy.compute_dtype, groups=owners, wires=sharding.wires, sources=sources
         )
         if optimizer is not None:
-            check_optimizer(optimizer, registry, type(module).__name__)
+            check_optimizer(optimizer, module)
             if not self.stepping.communicates:  # else it has memory of its own for steps without an engine
                 warn_of_captured(optimizer)
         self.client_groups = [list(group["params"]) for group in groups]
